@@ -1,4 +1,4 @@
-"""``transfer``: weights of one live model in another, with other names, layouts and shardings.
+"""``transfer`` copies the weights of a live model into another one with other names and shardings.
 
     rules ── tensor_matching ──► a goal for each array of the target: its sources, how it is built
     goals ── by devices, size ──► steps: one program builds arrays, ``place_arrays`` moves them
@@ -8,9 +8,9 @@ Both models are flattened first: a ``Flat`` has their structure and the list of 
 path and its slot.
 
 JAX computes only on the devices of the sources, in their main memory. So a program builds an array
-there, sharded as the target needs it, or as much like it as these devices allow. What it builds is
-*final* if it is where the target needs it. The rest of the way is that of ``place``. An array that
-is what its source is needs no program; NumPy builds those that come from the host or go to it.
+there, sharded as the target needs it, or as much like it as these devices allow. The built array is
+*final* if it is where the target needs it. Otherwise it is moved there as by ``place``. An array
+that equals its source needs no program. NumPy builds arrays that come from the host or go to it.
 
 A *step* moves some arrays of the target together, with one program or with none. A *plan* is the
 steps for two structures with their shapes, dtypes and shardings. It has no arrays, so it is used
@@ -62,7 +62,7 @@ from ..specs.fitting import axes_of_type
 
 Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
 
-# The rules without rules: each path is the same in both models.
+# The rules if the user gives none: each path is the same in both models.
 _SAME: Mapping[str, Rule] = {"(.+)": "{0}"}
 
 # The plans of earlier calls, the newest ones at the end.
@@ -72,8 +72,9 @@ _MOST_PLANS = 64
 # The bytes of memory that a program may always take.
 _SMALL = 2**24
 
-# The bytes of old values that may be there next to the new ones. If they are released first, the
-# allocator of CPUs returns them to the system, and touching new pages takes as long as copying.
+# The bytes of old values that may stay next to the new ones. Few old values are not released first,
+# because the allocator of CPUs would return them to the system, and touching new pages takes as
+# long as copying.
 _MOST_KEPT = 2**28
 
 
@@ -149,38 +150,40 @@ def transfer(
     """
     flat_source, flat_target = flatten_known(source), flatten_known(target)
     table = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in (rules or {}).items())
-    # All that a plan depends on: no plan reads the values of arrays.
+    # The key has all that a plan depends on. It has no values of arrays, because no plan reads
+    # them.
     signatures = [tuple(map(_signature, flat.leaves)) for flat in (flat_source, flat_target)]
     options = reverse, cast, only, donate
     key: Any = (flat_source.structure, flat_target.structure, *signatures, table, *options)
     try:
         plan = _PLANS.get(key)
-    except TypeError:  # not hashable, such as a filter that is a list: the plan is made each time
+    except TypeError:  # the key is not hashable (a filter may be a list): each call makes a plan
         key = plan = None
     if plan is None:
         plan = _plan(flat_source, flat_target, _SAME if rules is None else rules, *options)
         if key is not None:
             _PLANS[key] = plan
             make_room(_PLANS, _MOST_PLANS)
-    # All that a user's mistake can make fail comes before the target loses its values. So NumPy
-    # builds its arrays now, and not in the steps.
+    # NumPy builds its arrays now and not in the steps, because everything that a user's mistake can
+    # make fail comes before the target loses its values.
     on_host = [_build_on_host(step, flat_source.leaves) for step in plan.steps]
-    # To defer signals takes 70 µs, and a signal loses nothing where no old value is deleted.
+    # Signals are deferred only if old values are deleted, because otherwise a signal loses nothing,
+    # and to defer signals takes 70 µs.
     deletes_nothing = not (donate or plan.releases_first)
     with contextlib.nullcontext() if deletes_nothing else signals_deferred():
         if plan.releases_first:
-            # Assigned, so that this function does not keep the old values alive.
+            # `flat_target` is assigned, so that this function does not keep the old values alive.
             flat_target = _without_values(flat_target, plan.steps)
         return _run(plan.steps, on_host, flat_source.leaves, flat_target, donate)
 
 
-# What decides how an array is moved.
+# The attributes of an array that decide how it is moved.
 _NAMES = "shape", "dtype", "weak_type", "sharding", "committed"
 _of_array = operator.attrgetter(*_NAMES)
 
 
 def _signature(leaf: Any) -> tuple[Any, ...]:
-    """Returns what a plan depends on, of one array."""
+    """Returns the properties of an array on which a plan depends."""
     if type(leaf) is _compat.ArrayImpl:
         signature: tuple[Any, ...] = _of_array(leaf)
         return signature
@@ -190,28 +193,30 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
 class _Goal(NamedTuple):
     """One array of the target, and how it is made.
 
-    Without ``build``, the source is moved as it is. With it, a program builds the array on the
-    devices of the sources; NumPy does if these are on the host.
+    Without ``build``, the source is moved as it is. With ``build``, a program builds the array on
+    the devices of the sources; NumPy builds it if the sources or the array are on the host.
     """
 
     array: NamedArray  # abstract, with the shape, dtype and slot in the target
-    sources: tuple[int, ...]  # the slots of the arrays of the source that it is made of
-    build: Callable[..., Array] | None  # makes it of them; None if it equals its only source
-    sharding: Sharding | None  # where it belongs; None for a NumPy array
-    built_as: Sharding | None  # how a program shards it; None if the compiler decides, or NumPy
+    sources: tuple[int, ...]  # the slots of the arrays of the source from which it is built
+    # Makes the array from its sources; None if it equals its only source.
+    build: Callable[..., Array] | None
+    sharding: Sharding | None  # the sharding in the target; None for a NumPy array
+    # The sharding in the program; None if the compiler chooses it, or NumPy builds the array.
+    built_as: Sharding | None
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes, over all devices once."""
+        """The size of the array in bytes, each element counted once."""
         return array_bytes(self.array.leaf.shape, self.array.leaf.dtype)
 
     @property
     def is_final(self) -> bool:
-        """Whether its program, if it has one, puts it where it belongs; never on the host."""
+        """Whether a program would put the array where it belongs; False for a NumPy array."""
         return self.sharding is not None and bool(self.built_as == self.sharding)
 
     def make(self, sources: Sequence[Array]) -> Array:
-        """Returns the array made of its sources."""
+        """Returns the array: its only source as it is, or what ``build`` makes of the sources."""
         return sources[0] if self.build is None else self.build(*sources)
 
 
@@ -219,11 +224,12 @@ class _Step(NamedTuple):
     """Some arrays of the target, which are moved together."""
 
     goals: Sequence[_Goal]
-    slots: Sequence[int] = ()  # of the arrays of the source that are arguments of the program
-    # Compiled; returns the arrays of the goals. None: they are sources, or NumPy builds them.
+    slots: Sequence[int] = ()  # the slots in the source of the program's arguments
+    # The compiled program, which returns the arrays of the goals. None if the arrays are sources as
+    # they are, or NumPy builds them.
     program: Callable[..., list[jax.Array]] | None = None
     is_final: bool = False  # whether the program puts all arrays where they belong
-    is_direct: bool = False  # whether it takes the sources as they are (see `_arguments`)
+    is_direct: bool = False  # whether the program takes the sources as they are (`_arguments`)
 
 
 class _Plan(NamedTuple):
@@ -236,16 +242,17 @@ class _Plan(NamedTuple):
 def _build_on_host(step: _Step, source: Sequence[Any]) -> list[Any]:
     """Returns the arrays that a step without a program moves, one for each of its goals.
 
-    They are sources as they are, or what NumPy builds of them.
+    They are sources as they are, or arrays that NumPy builds of them. The list is empty for a step
+    with a program.
 
     Args:
-      step: the step. One with a program has none of them.
+      step: the step.
       source: the arrays of the source, by slot.
     """
     if step.program is not None:
         return []
-    # `make` computes nothing on devices here: a goal with `build` is in a step without a program
-    # only if its sources are on the host.
+    # `make` computes nothing on devices here, because a goal with `build` is in a step without a
+    # program only if its sources are on the host.
     return [goal.make([source[slot] for slot in goal.sources]) for goal in step.goals]
 
 
@@ -257,10 +264,11 @@ def _without_values(target: Flat, steps: Sequence[_Step]) -> Flat:
     leaves = list(target.leaves)
     for step in steps:
         for goal in step.goals:
-            # Memory of devices is what is short. Abstract arrays have no values anyway.
+            # Only arrays on devices are released, because only the memory of devices is short.
+            # Abstract arrays have no values to release.
             if isinstance(leaves[goal.array.slot], jax.Array):
                 leaves[goal.array.slot] = goal.array.leaf  # a `jax.ShapeDtypeStruct`
-    rebuild(target, leaves, "transfer")  # writes them into the modules and Variables of the user
+    rebuild(target, leaves, "transfer")  # writes `leaves` into the user's modules and Variables
     return target._replace(leaves=leaves)
 
 
@@ -286,25 +294,27 @@ def _run(
         reusable = donation.reusable(step) if donation else ()
         new = _run_step(step, arrays, source, reusable)
         if donation or len(steps) > 1:
-            # With donation, no computation may still read what is freed below. And the next step
-            # takes memory while this one still has its temporary arrays, unless it has ended.
+            # This step has to end first for two reasons. With donation, no computation may still
+            # read the arrays that are freed below. And the next step would take memory while this
+            # one still has its temporary arrays.
             jax.block_until_ready(new)
         moved += new
         for goal, x in zip(step.goals, new, strict=True):
             leaves[goal.array.slot] = x
         if donation:
             donation.free(step, new)
-    # `rebuild` calls this before it changes the target. So what fails on a device, which computes
-    # asynchronously, fails while the target is as it was.
+    # `rebuild` calls `finish` before it changes the target. Devices compute asynchronously, so a
+    # computation that fails has to fail while the target is still as it was.
     finish = functools.partial(jax.block_until_ready, moved)
     return rebuild(target, leaves, "transfer", finish=finish)
 
 
 class _Donation:
-    """Which arrays of a source may be reused or deleted, by how often the target needs each.
+    """Counts how often the target needs each array of the source, to reuse or delete arrays.
 
-    Arrays are told apart by their ids; ``source`` keeps them alive. An array of the source may be
-    in several of its slots, and several arrays of the target may be made of it.
+    Arrays are told apart by their ids, which stay valid because ``source`` keeps the arrays alive.
+    An array may be in several slots of the source, and several arrays of the target may be made of
+    it.
     """
 
     def __init__(self, steps: Sequence[_Step], source: Sequence[Any]) -> None:
@@ -317,30 +327,30 @@ class _Donation:
         self.source = source
         used = [x for step in steps for x in self._sources_of(step)]
         self.total = Counter(map(id, used))  # the number of uses in all steps
-        self.pending = self.total.copy()  # likewise in the steps that did not run yet
+        self.pending = self.total.copy()  # the number of uses in steps that did not run yet
 
     def _sources_of(self, step: _Step) -> list[Any]:
-        """Returns the sources of a step's goals; one that several goals use is there as often."""
+        """Returns the sources of a step's goals; a source of several goals is returned as often."""
         return [self.source[slot] for goal in step.goals for slot in goal.sources]
 
     def reusable(self, step: _Step) -> set[int]:
         """Returns the ids of sources that may become arrays of the target without a copy.
 
-        They are used once in all steps. Of an array that is used twice, the target gets two copies,
-        so that a later donation of one leaves the other.
+        These are the sources that are used once in all steps. If a source is used twice, the target
+        gets two copies, so that a later donation of one copy leaves the other.
         """
         return {id(x) for x in self._sources_of(step) if self.total[id(x)] == 1}
 
     def free(self, step: _Step, new: Sequence[Any]) -> None:
-        """Deletes the sources of a step that ran, unless a later step or the target has them.
+        """Deletes the sources of a step that ran, except those that a later step or the target has.
 
         Args:
           step: the step.
-          new: the arrays that the target got from it.
+          new: the arrays that the target got from the step.
         """
         used, kept = self._sources_of(step), set(map(id, new))
         self.pending.subtract(map(id, used))
-        for x in used:  # an array may come twice: to delete it again does nothing
+        for x in used:  # a source may occur twice; to delete it again does nothing
             if isinstance(x, jax.Array) and not self.pending[id(x)] and id(x) not in kept:
                 x.delete()
 
@@ -352,7 +362,7 @@ def _run_step(
 
     Args:
       step: the step.
-      on_host: the arrays that it moves if it has no program.
+      on_host: the arrays that the step moves if it has no program.
       source: the arrays of the source, by slot.
       reusable: the ids of arrays of the source that the target may get without a copy.
     """
@@ -363,17 +373,18 @@ def _run_step(
         moved = _copied(on_host, shardings, reusable)
     else:
         computed = step.program(*_arguments(step, source))
-        # On CPUs, the program must have ended before another one moves arrays: both might deadlock.
+        # On CPUs, the program has to end before another one moves arrays, because both might
+        # deadlock.
         moved = place_arrays(finish_on_cpu(computed), shardings)
     pairs = zip(moved, shardings, strict=True)
-    # Without a sharding, the target has a NumPy array, and `place_arrays` moved nothing.
+    # If the sharding is None, the target has a NumPy array, and `place_arrays` moved nothing.
     return [np.array(x) if sharding is None else x for x, sharding in pairs]
 
 
 def _arguments(step: _Step, source: Sequence[Any]) -> list[jax.Array]:
     """Returns the arguments of a program: in main memory, where it computes, on Auto axes."""
     arrays = [source[slot] for slot in step.slots]
-    if step.is_direct:  # they are that already
+    if step.is_direct:  # all arrays are in main memory and on Auto axes already
         return arrays
     fetched = place_arrays(arrays, [main_memory(x.sharding) for x in arrays])
     return list(map(_on_auto_axes, fetched))
@@ -384,18 +395,19 @@ def _copied(
 ) -> list[Any]:
     """Returns copies of arrays with these shardings, each an array of its own.
 
-    An array may be given several times, and is then copied as often. `place_arrays` would move it
-    once for all, so each round moves every array once: first a and b of (a, b, a), then a again.
+    An array that is given several times is copied as often. `place_arrays` would make one copy for
+    all, so each round moves every array once: first a and b of (a, b, a), then a again.
 
     Args:
       arrays: the arrays.
-      shardings: what each copy gets; None leaves an array as it is.
+      shardings: the sharding of each copy; None leaves an array as it is.
       reusable: the ids of arrays that need not be copied. Each of them is given once.
     """
     result: list[Any] = list(arrays)
     pending = list(range(len(arrays)))  # positions in `arrays`
     while pending:
-        this_round, later = dict[int, int](), list[int]()  # by the id of an array, its position
+        # `this_round` maps the id of an array to its position.
+        this_round, later = dict[int, int](), list[int]()
         for i in pending:
             if id(arrays[i]) in this_round:
                 later.append(i)
@@ -406,8 +418,8 @@ def _copied(
             if not positions:
                 continue
             old, wanted = [arrays[i] for i in positions], [shardings[i] for i in positions]
-            # `donate` also returns arrays that have their sharding already; without it and without
-            # `alias`, these are copied.
+            # With `donate`, arrays that have their sharding already are returned as they are.
+            # Without `donate` and `alias`, they are copied.
             new = place_arrays(old, wanted, donate=may_reuse, alias=False)
             for i, x in zip(positions, new, strict=True):
                 result[i] = x
@@ -424,13 +436,13 @@ def _plan(
     only: Any,
     donate: bool,
 ) -> _Plan:
-    """Returns how the arrays of one model are moved into those of another.
+    """Returns the plan by which the arrays of one model are moved into those of another.
 
     Args:
       source: the source, flattened.
       target: the target, flattened.
-      rules: which array of the target each array of the source belongs to; with ``reverse``, the
-        other way round, as rules for saving are.
+      rules: for each array of the source, the array of the target to which it belongs. With
+        ``reverse``, rules lead from the target to the source, as rules for saving do.
       reverse: see ``rules``.
       cast: whether to convert arrays of another dtype.
       only: the NNX filter that selects arrays of both models.
@@ -438,25 +450,26 @@ def _plan(
 
     Raises:
       CheckpointError: arrays are left over, or do not fit.
-      ValueError: arrays cannot be moved, such as those of processes that the other lacks.
+      ValueError: arrays cannot be moved, for example to devices of other processes.
     """
     sources = _arrays_by_path(source, only)
     targets = _arrays_by_path(target, only)
-    # Rules lead from the paths of one model, as from the names of tensors in a file, to the paths
-    # of the other: as in loading from the source to the target. In reverse, as in saving, they lead
-    # from the target to the source, which still fills it.
+    # Rules lead from the paths of one model to the paths of the other. Usually they lead from the
+    # source to the target, as rules for loading lead from the names of tensors in a file. With
+    # `reverse` they lead from the target to the source, as rules for saving do, and the source
+    # still fills the target.
     if reverse:
         named_by_rules, reached_by_rules, reached_model = targets, sources, source
     else:
         named_by_rules, reached_by_rules, reached_model = sources, targets, target
-    # The path of each array of the target → what fills it: pairs of a placement (which part of
-    # the array a source is, and in which layout) and the path of that source.
+    # The path of each array of the target is mapped to the sources that fill it. Each source is a
+    # pair of a placement (the part of the array that it fills, and the layout) and its path.
     filled_by = fill_by_rules(
         "transfer: the source does not fit the target.",
         read_rules("transfer", rules),
         tensors={path: array.leaf for path, array in named_by_rules.items()},
         arrays={path: array.leaf for path, array in reached_by_rules.items()},
-        # Also those that `only` leaves out: a rule may name them.
+        # All arrays count here, because a rule may name an array that `only` leaves out.
         everything={array.path for array in named_arrays(reached_model)},
         cast=cast,
         reverse=reverse,
@@ -468,10 +481,11 @@ def _plan(
         placements = [placement for placement, _ in pairs]
         goal = _goal(targets[path], used, placements)
         goals.append(goal)
-        found = dict.fromkeys(_obstacles(used, goal, placements))
-        obstacles += [f"  {path}: {obstacle}" for obstacle in found]
+        distinct = dict.fromkeys(_obstacles(used, goal, placements))
+        obstacles += [f"  {path}: {obstacle}" for obstacle in distinct]
     raise_listed(ValueError, "transfer: these arrays cannot be moved:", obstacles)
-    # Few old values stay until the new ones are there; many would not fit next to these.
+    # Few old values stay until the new ones are there. Many are released first, because they may
+    # not fit into memory next to the new ones.
     releases_first = sum(goal.nbytes for goal in goals) > _MOST_KEPT
     return _Plan(_steps(goals, source.leaves, donate), releases_first)
 
@@ -485,12 +499,12 @@ def _arrays_by_path(model: Flat, only: Any) -> dict[str, NamedArray]:
 def _goal(
     target: NamedArray, sources: Sequence[NamedArray], placements: Sequence[Placement]
 ) -> _Goal:
-    """Returns how an array of the target is made of its sources.
+    """Returns the goal for an array of the target: how it is made of its sources.
 
     Args:
       target: the array as it is, or abstract.
-      sources: the arrays of the source that it is made of.
-      placements: for each of them, which part of the target it fills, and in which layout.
+      sources: the arrays of the source from which it is made.
+      placements: for each source, the part of the target that it fills, and the layout.
     """
     leaf, first = target.leaf, sources[0].leaf
     sharding = _target_sharding(leaf)
@@ -501,16 +515,17 @@ def _goal(
     build: Callable[..., Array] | None = functools.partial(
         _built, tuple(placements), leaf.shape, leaf.dtype, is_weak
     )
-    # Whether the array equals its source: it has one, which fills it as it is, in the same dtype.
+    # The array equals its source if one source fills it as it is, in the same dtype.
     has_type_of_source = (first.dtype, _is_weak(first)) == (leaf.dtype, is_weak)
     is_source = placements[0].is_identity and has_type_of_source
     if sharding is None or not isinstance(first, jax.Array) or _devices(first) is None:
-        # No program computes to or from the host. (An abstract source is refused by `_obstacles`.)
+        # There is no sharding for a program, because no program computes to or from the host. An
+        # abstract source without devices is safe here, because `_obstacles` refuses it.
         return _Goal(array, slots, None if is_source else build, sharding, built_as=None)
     built_as = _sharding_in_program(first, sharding)
     if is_source:
-        # `place_arrays` moves the array by itself if the devices of the source have the parts that
-        # those of the target need. Otherwise a program exchanges parts before.
+        # `place_arrays` moves the array without a program if the devices of the source have the
+        # parts that the devices of the target need. Otherwise a program exchanges parts before.
         has_parts = built_as is None or built_as.is_equivalent_to(
             main_memory(first.sharding), first.ndim
         )
@@ -525,14 +540,15 @@ def _is_weak(leaf: Any) -> bool:
 
 
 def _sharding_in_program(source: jax.Array, target: Sharding) -> Sharding | None:
-    """Returns how a program on the devices of a source shards what it builds of it.
+    """Returns the sharding of an array that a program builds on the devices of a source.
 
-    On the devices of the target, it is the sharding of the target. On others, each device gets the
-    part that one of the target needs, so that it is only copied from device to device.
+    If these are the devices of the target, the array has the sharding of the target. On other
+    devices, each device gets the part that one device of the target needs, so that the part is only
+    copied from device to device.
 
     Returns:
-      The sharding. None if the compiler decides: no sharding gives these devices the same parts, or
-      they are CPUs, where `place_arrays` cuts and joins parts of any sharding by itself.
+      The sharding. None if the compiler chooses it: if no sharding gives these devices the same
+      parts, or if they are CPUs, where `place_arrays` cuts and joins parts of any sharding.
     """
     devices: Any = _devices(source)
     if devices == _compat.device_assignment(target):
@@ -548,7 +564,7 @@ def _has_parts_on_host(array: jax.Array) -> bool:
 
 
 def _target_sharding(leaf: Any) -> Sharding | None:
-    """Returns the sharding that an array of the target has, or gets; None on the host."""
+    """Returns the sharding that an array of the target has or gets; None for a NumPy array."""
     if isinstance(leaf, np.ndarray | np.generic):
         return None
     sharding = sharding_of(leaf)
@@ -566,14 +582,14 @@ def _built(
 ) -> Array:
     """Builds an array of the target from its sources.
 
-    Sources on the host are NumPy arrays, and so is the result. Others are tracers of the program
-    that builds the array.
+    Sources on the host are NumPy arrays, and so is the result. Other sources are tracers of the
+    program that builds the array.
 
     Args:
-      placements: for each source, which part of the array it fills, and in which layout.
+      placements: for each source, the part of the array that it fills, and the layout.
       shape: the shape of the array.
-      dtype: its dtype.
-      is_weak: whether it has a weak type.
+      dtype: the dtype of the array.
+      is_weak: whether the array has a weak type.
       *arrays: the sources.
     """
     if isinstance(arrays[0], np.ndarray):
@@ -590,31 +606,32 @@ def _built(
 def _assembled(sources: Sequence[Any], placements: Sequence[Placement], numpy: ModuleType) -> Array:
     """Joins the parts of an array that sources fill.
 
-    The result may have more dimensions than the array, which ``reshape`` merges: if the sources are
-    placed along named axes, as by Tensor("…", "in (head out) -> …"), it has one for each axis.
+    The result may have more dimensions than the array; the caller merges them by ``reshape``. If
+    sources are placed along named axes, as by Tensor("…", "in (head out) -> …"), the result has a
+    dimension for each axis.
 
     Args:
       sources: the sources.
-      placements: which part each of them fills, and in which layout.
+      placements: for each source, the part that it fills, and the layout.
       numpy: the module that joins, of NumPy or JAX.
     """
-    regions = boxes(placements)  # of each part: (start, end) in each dimension
-    assert regions is not None  # `_obstacles` refuses others
+    regions = boxes(placements)  # for each part, (start, end) in each dimension
+    assert regions is not None  # safe, because `_obstacles` refuses placements without regions
     pieces = []
     for source, placement, region in zip(sources, placements, regions, strict=True):
-        part = placement.arranged(source)  # sliced, with its axes in the order of the target
+        part = placement.arranged(source)  # sliced, with the axes in the order of the target
         pieces.append((region, part.reshape([end - start for start, end in region])))
     return _joined(pieces, 0, numpy)
 
 
 def _with_barriers(source: Any, placement: Placement, dtype: np.dtype[Any], is_weak: bool) -> Any:
-    """Returns a source in a form that keeps the compiler from a slow and from a wrong choice.
+    """Returns a source with barriers against a slow choice and a failure of the compiler.
 
-    A conversion to a smaller dtype comes first, so that fewer bytes are sent. Without a barrier,
-    the compiler may move it behind the exchange.
+    A conversion to a smaller dtype comes first, so that fewer bytes are sent. It gets a barrier,
+    because the compiler may otherwise move the conversion behind the exchange.
 
-    A source of which a slice is used gets a barrier of its own. Without it, the compiler fails if
-    some slices of one array get different shardings.
+    A source that is sliced gets a barrier, because the compiler otherwise fails if slices of one
+    array get different shardings.
     """
     if dtype.itemsize < source.dtype.itemsize:
         source = jax.lax.optimization_barrier(_compat.converted(source, dtype, is_weak))
@@ -636,7 +653,7 @@ def _joined(pieces: Sequence[tuple[Region, Array]], dimension: int, numpy: Modul
         └─────┴───┘        └─────┴───┘
 
     Args:
-      pieces: (start, end) in each dimension, and the array that is there.
+      pieces: pairs of a region, (start, end) in each dimension, and the array that fills it.
       dimension: the dimension; along earlier ones, all pieces have the same extent.
       numpy: the module that joins, of NumPy or JAX.
     """
@@ -645,12 +662,13 @@ def _joined(pieces: Sequence[tuple[Region, Array]], dimension: int, numpy: Modul
     edges = sorted({edge for region, _ in pieces for edge in region[dimension]})
     earlier, slabs = (slice(None),) * dimension, []
     for start, end in itertools.pairwise(edges):
-        inside = []
+        slab_pieces = []
         for region, x in pieces:
-            first, last = region[dimension]
-            if first <= start and end <= last:
-                inside.append((region, x[(*earlier, slice(start - first, end - first))]))
-        slabs.append(_joined(inside, dimension + 1, numpy))
+            piece_start, piece_end = region[dimension]
+            if piece_start <= start and end <= piece_end:
+                slab_slice = slice(start - piece_start, end - piece_start)
+                slab_pieces.append((region, x[(*earlier, slab_slice)]))
+        slabs.append(_joined(slab_pieces, dimension + 1, numpy))
     joined: Array = numpy.concatenate(slabs, dimension)
     return joined
 
@@ -658,7 +676,7 @@ def _joined(pieces: Sequence[tuple[Region, Array]], dimension: int, numpy: Modul
 def _obstacles(
     sources: Sequence[NamedArray], goal: _Goal, placements: Sequence[Placement]
 ) -> Iterator[str]:
-    """Yields each reason why the sources, with these places in it, cannot become this array."""
+    """Yields each reason why sources with these placements cannot become the array of a goal."""
     if boxes(placements) is None:  # `_assembled` joins one piece of each source
         names = ", ".join(source.path for source in sources)
         yield f"its rules name different axes for {names}; name the same axes, of the same sizes"
@@ -669,8 +687,8 @@ def _obstacles(
     if len({_devices(leaf) for leaf in leaves}) > 1:
         yield "its sources are on different devices; place them on the same ones"
     for leaf in leaves:
-        # To become a NumPy array, it has to be readable by this process, as to become an array of
-        # one of its devices.
+        # An array that becomes a NumPy array has to be readable by this process. This is the case
+        # if it could become an array on one of the process's devices.
         place = goal.sharding or SingleDeviceSharding(jax.local_devices()[0])
         if problem := obstacle(leaf, place):
             yield problem
@@ -688,7 +706,7 @@ def _devices(leaf: Any) -> tuple[Any, ...] | None:
 
 
 def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[_Step]:
-    """Groups arrays: one program for all on the same devices; more where it would take memory.
+    """Groups arrays into steps: one for all on the same devices, or several to limit memory.
 
     Args:
       goals: the arrays of the target.
@@ -696,18 +714,19 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
       donate: whether the source gives its arrays up.
     """
     largest, total = max(goal.nbytes for goal in goals), sum(goal.nbytes for goal in goals)
-    # A step may always take what the largest array needs, and 16 MiB. With a sixteenth of all, many
-    # small arrays need no more than about 16 steps.
+    # A step may always take the bytes of the largest array, and 16 MiB. It may also take a
+    # sixteenth of all bytes, so that many small arrays need about 16 steps at most.
     most_bytes = max(largest, total // 16, _SMALL)
-    # The goals of each step, by the devices of the program (None without one), and by whether its
-    # results are final: a step that moves what it builds is another one than a step that does not.
+    # The key of the goals is (devices of the program, whether its results are final). The devices
+    # are None without a program. A step either moves all arrays that it builds or none, so both
+    # kinds are kept apart.
     batches_by_kind: dict[tuple[Any, bool], list[list[_Goal]]] = {}
     for goal in goals:
         # All sources of a goal are on the same devices (`_obstacles`).
         devices = None if goal.build is None else _devices(leaves[goal.sources[0]])
         batches = batches_by_kind.setdefault((devices, goal.is_final), [[]])
-        # Small steps need less memory where something is freed after each: donated sources, or what
-        # a program built elsewhere than it belongs. Other steps may be as large as any.
+        # Small steps save memory only if arrays are freed after each step: donated sources, or
+        # arrays that a program built and that were then moved. Other steps have no limit.
         is_moved_after_program = goal.build is not None and not goal.is_final
         limit = most_bytes if donate or is_moved_after_program else math.inf
         if batches[-1] and sum(x.nbytes for x in (*batches[-1], goal)) > limit:
@@ -726,8 +745,8 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
 def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], largest: int) -> list[_Step]:
     """Compiles programs that build some arrays, and returns a step for each program.
 
-    A program whose temporary memory exceeds the largest array and 16 MiB is compiled as two, each
-    of half of the arrays. A program of one array takes what it takes.
+    A program whose temporary memory exceeds the largest array and 16 MiB is compiled as two
+    programs, each for half of the arrays. A program of one array may take any memory.
 
     Args:
       goals: the arrays, whose sources are on the same devices.
@@ -743,7 +762,7 @@ def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], largest: int) -> li
 
     shardings = [goal.built_as for goal in goals]
     compiled: Any = jax.jit(make, out_shardings=shardings).lower(*inputs).compile()
-    memory = compiled.memory_analysis()  # None on platforms that do not tell
+    memory = compiled.memory_analysis()  # None on platforms that do not report memory
     if len(goals) > 1 and memory and memory.temp_size_in_bytes > max(largest, _SMALL):
         halves = goals[: len(goals) // 2], goals[len(goals) // 2 :]
         return [step for half in halves for step in _programs(half, leaves, largest)]
@@ -753,10 +772,13 @@ def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], largest: int) -> li
 
 
 def _is_direct(x: jax.Array) -> bool:
-    """Whether a program takes an array as it is; the signature of a plan says so, too."""
+    """Whether a program takes an array as it is.
+
+    A plan may keep the answer, because the signature of an array determines it.
+    """
     sharding = main_memory(x.sharding)
-    is_there = getattr(x, "committed", False) and sharding is x.sharding
-    return is_there and _on_auto_axes(x) is x
+    is_in_main_memory = getattr(x, "committed", False) and sharding is x.sharding
+    return is_in_main_memory and _on_auto_axes(x) is x
 
 
 def _abstract_argument(x: jax.Array) -> Any:
@@ -767,9 +789,10 @@ def _abstract_argument(x: jax.Array) -> Any:
 
 
 def _on_auto_axes(x: Any) -> Any:
-    """Returns an array of the same buffers, or its type, on a mesh whose axes are Auto.
+    """Returns an array of the same buffers, or a type, on a mesh whose axes are Auto.
 
-    On Explicit axes, JAX refuses operations such as reshapes whose sharding is ambiguous.
+    The axes are Auto, because on Explicit axes JAX refuses operations with an ambiguous sharding,
+    such as reshapes. An array without Explicit axes is returned as it is.
     """
     mesh = getattr(x.sharding, "mesh", None)
     if mesh is None or not axes_of_type(mesh, AxisType.Explicit):
@@ -777,7 +800,8 @@ def _on_auto_axes(x: Any) -> Any:
     auto = NamedSharding(Mesh(mesh.devices, mesh.axis_names), x.sharding.spec)
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=auto)
-    # `device_put` might copy. JAX needs the buffers of this process only.
+    # The array is made of its buffers, because `device_put` might copy. JAX needs only the buffers
+    # of this process.
     buffers = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, auto, buffers)
 
@@ -785,12 +809,12 @@ def _on_auto_axes(x: Any) -> Any:
 def _twin(sharding: Sharding, devices: Sequence[Any]) -> NamedSharding | None:
     """Returns the sharding of a target on other devices, so that these have the same parts.
 
-    A target of 2 devices has parts a and b. On 4 devices they are a, a, b and b: a new mesh axis,
-    the last one, replicates each part. None if the number of devices is no multiple of that of the
-    target, or if its sharding has no mesh.
+    A target of 2 devices has parts a and b. On 4 devices the parts are a, a, b and b, because a new
+    last mesh axis replicates each part. The result is None if the number of devices is no multiple
+    of the target's number, or if its sharding has no mesh.
 
     Args:
-      sharding: that of the target.
+      sharding: the sharding of the target.
       devices: the devices of the source, in their order.
     """
     if not isinstance(sharding, NamedSharding) or len(devices) % sharding.mesh.size:
