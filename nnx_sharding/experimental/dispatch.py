@@ -1,4 +1,4 @@
-"""Tokens that go to the devices of their experts, and come back: two all-to-alls.
+"""Sends tokens to the devices of their experts, and brings results back: two all-to-alls.
 
 Each device has groups of tokens, and each expert is on one device of an axis of size n. A token has
 k choices, so a group of T tokens has C = k·T choices, with the first choices of all tokens first:
@@ -9,18 +9,19 @@ k choices, so a group of T tokens has C = k·T choices, with the first choices o
     ranks       0 1   0   0 1 2          place of a sorted choice among those of its expert
 
 **With a capacity** c, each group sends to each expert a block of c rows: the sorted choices of rank
-below c. Others are dropped. Each expert gets equally many rows, so one einsum multiplies all.
+below c. Other choices are dropped. Each expert gets equally many rows, so one einsum multiplies
+all.
 
-**Without**, the choices of all groups of a device are one group. It sends to each device as many
-rows as choose its experts (``ragged_all_to_all`` on TPUs; padded blocks elsewhere), which that
-device sorts by expert, for ``jax.lax.ragged_dot``.
+**Without a capacity**, the choices of all groups of a device are one group. The device sends to
+each device as many rows as choose its experts (``ragged_all_to_all`` on TPUs; padded blocks
+elsewhere). The receiver sorts these rows by expert, for ``jax.lax.ragged_dot``.
 
-Back they go in the inverse order, and are added with their weights.
+The results go back in the inverse order, and are added with their weights.
 
-A *row* is the features of a token, once for each choice of it. Along the axis of experts, each
-device has the *local* experts. Functions of what one device has run on each device by `shard_map`
-(`_Dispatch.on_each_device`); ``exchange(x, split, concat)`` in them is the all-to-all: the i-th
-part of one dimension goes to device i, and what arrives is concatenated along another.
+A *row* is the features of a token, once for each choice of the token. Along the axis of experts,
+each device has the *local* experts. Local functions run on each device by `shard_map`
+(`_Dispatch.on_each_device`). In them, ``exchange(x, split, concat)`` is the all-to-all: the i-th
+part of one dimension goes to device i, and the arriving parts are concatenated along another.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ class ExpertStatistics(NamedTuple):
 
     tokens: jax.Array  # (experts,): how often each was chosen, as int32
     dropped: jax.Array  # (): how many of these choices exceeded a capacity, as int32
-    # (): 1 if experts are used equally; None without logits. It is that of the tokens of the call:
-    # in a pipeline or with accumulated gradients of one microbatch, whose mean is another number.
+    # (): 1 if experts are used equally; None without logits. The loss covers the tokens of the
+    # call. In a pipeline or with accumulated gradients these are the tokens of one microbatch, and
+    # the mean over microbatches is another number than the loss of the whole batch.
     balance_loss: jax.Array | None
     z_loss: jax.Array | None  # (): the mean square of log-sum-exp of the logits; None without
-    # (): how many of the places that a capacity keeps for tokens are empty, but computed; of
-    # groups · experts · capacity in all. None without a capacity.
+    # (): how many of the groups · experts · capacity places for tokens are empty, but computed.
+    # None without a capacity.
     padding: jax.Array | None = None
 
 
@@ -71,7 +73,7 @@ def dispatch_to_experts(
     axis: str = "expert",
     batch_axes: Sequence[str] | None = None,
 ) -> tuple[jax.Array, ExpertStatistics]:
-    """The weighted sum, for each token, of what the experts chosen for it compute.
+    """Returns for each token the weighted sum of the outputs of its experts, and statistics.
 
     Each device sends its tokens to the devices of their experts, and gets the results back: two
     all-to-alls over the axis, and two more in the backward pass. What is computed does not depend
@@ -85,17 +87,20 @@ def dispatch_to_experts(
     Args:
       x: the tokens, of shape (groups, tokens, features), such as a batch of sequences. On a mesh,
         the groups are sharded over ``batch_axes`` and ``axis``.
-      weights: of the experts of each token, of shape (groups, tokens, k).
-      indices: of these experts, integers of shape (groups, tokens, k), different for each token.
-      experts: computes all experts: takes the tokens as rows of shape (rows, features), and a
-        function ``matmul(rows, kernel, bias=None)``, which multiplies each row by the matrix of its
-        expert. Kernels have the shape (num_experts, in, out), biases (num_experts, out). All else
-        that it does has to be elementwise, or along the features.
-      num_experts: their number, which the axis has to divide.
+      weights: the weights of the experts of each token, of shape (groups, tokens, k).
+      indices: the indices of these experts, integers of shape (groups, tokens, k). The indices of
+        one token are different from each other.
+      experts: a function that computes all experts. It takes the tokens as rows of shape (rows,
+        features), and a function ``matmul(rows, kernel, bias=None)``, which multiplies each row by
+        the matrix of its expert. Kernels have the shape (num_experts, in, out), biases
+        (num_experts, out). All other operations of ``experts`` have to be elementwise, or along the
+        features.
+      num_experts: the number of experts, which the axis has to divide.
       capacity: how many tokens of each group an expert takes; None for all. The first choices of
         all tokens precede their second choices, and among these the order is that of the tokens.
         An expert that a token is dropped from adds nothing to its output.
-      logits: of the router, of shape (groups, tokens, num_experts), for the auxiliary losses.
+      logits: the logits of the router, of shape (groups, tokens, num_experts), for the auxiliary
+        losses.
       mesh: the mesh; None for the one in context. Without any, all is computed on one device.
       axis: the mesh axis that shards the experts.
       batch_axes: the other mesh axes that shard the groups; None for those over which ``jit``
@@ -109,8 +114,8 @@ def dispatch_to_experts(
       of empty places.
 
     Raises:
-      ValueError: shapes do not fit each other, the number of experts or the mesh; the mesh lacks an
-        axis. All of them are listed.
+      ValueError: shapes do not fit each other, the number of experts or the mesh, or the mesh lacks
+        an axis. The error lists all problems.
 
     Example:
       >>> import jax
@@ -138,7 +143,8 @@ def dispatch_to_experts(
     (Zoph et al., 2022, arXiv:2202.08906).
     """
     mesh = given_mesh("dispatch_to_experts", mesh)
-    # Within a `shard_map`, the groups of a call are those of one shard along its axes.
+    # Within a `shard_map`, a call has only the groups of one shard along the mapped axes, so these
+    # axes do not shard the groups.
     mapped_axes = axes_of_type(mesh_in_trace(mesh), AxisType.Manual) if mesh is not None else ()
     if batch_axes is None:
         data_axes = (current_batch_axes() or {"data"}).difference(mapped_axes, {axis})
@@ -152,8 +158,8 @@ def dispatch_to_experts(
     raise_listed(ValueError, "dispatch_to_experts:", [f"  {line}" for line in problems])
     dispatch = _Dispatch(mesh, axis, group_axes, num_experts, capacity)
 
-    # Each device has groups, rows and a routing of its own. In arrays of all devices, these are
-    # concatenated along the first dimension.
+    # Each device has groups, rows and a routing of its own. Arrays of all devices have the devices'
+    # parts concatenated along the first dimension.
     per_device, same_on_all = P(group_axes), P()
     in_features = dispatch.axes_of_dimension(x, -1)
     rows, routing, tokens, dropped = dispatch.on_each_device(
@@ -176,7 +182,7 @@ def dispatch_to_experts(
     padding = None
     if capacity is not None:
         num_kept = tokens.sum() - dropped
-        padding = x.shape[0] * num_experts * capacity - num_kept  # of all places, those left empty
+        padding = x.shape[0] * num_experts * capacity - num_kept  # all places minus filled ones
     return output, ExpertStatistics(tokens, dropped, *_losses(logits, tokens), padding)
 
 
@@ -188,15 +194,15 @@ def _wrong_mesh(
     group_axes: Sequence[str],
     mapped_axes: Collection[str],
 ) -> Iterator[str]:
-    """Says which axes the mesh lacks or are mapped already, and what they do not divide.
+    """Yields a line for each axis that is missing or mapped already, or that does not divide.
 
     Args:
-      x: the tokens; its first dimension are the groups.
+      x: the tokens; the first dimension are the groups.
       num_experts: the number of experts.
       mesh: the mesh; None for one device, which has everything.
       expert_axis: the axis that shards the experts.
       group_axes: all axes that shard the groups, ``expert_axis`` among them.
-      mapped_axes: those of a ``shard_map`` around the call.
+      mapped_axes: the axes of a ``shard_map`` around the call.
     """
     sizes: Mapping[str, int] = {} if mesh is None else mesh.shape
     for name in group_axes:
@@ -205,7 +211,8 @@ def _wrong_mesh(
             yield f"axis {name!r}{suggestion(name, sizes)}: the mesh has {known}"
         elif name in mapped_axes:
             yield f"axis {name!r}: the call is in a shard_map over it already"
-    # An axis that is missing was reported: here it counts as one of size 1, which divides anything.
+    # A missing axis counts as an axis of size 1, which divides any number, because it was reported
+    # above.
     size, shards = sizes.get(expert_axis, 1), math.prod(sizes.get(name, 1) for name in group_axes)
     if num_experts % size:
         yield f"{num_experts} experts: {expert_axis!r} of size {size} does not divide them"
@@ -222,7 +229,7 @@ def _wrong_shapes(
     num_experts: int,
     capacity: int | None,
 ) -> Iterator[str]:
-    """Says which shapes do not fit each other."""
+    """Yields a line for each shape or option that does not fit the others."""
     if x.ndim != 3:
         yield f"x: shape {x.shape}, expected (groups, tokens, features)"
         return
@@ -244,10 +251,11 @@ def _wrong_shapes(
 def _losses(
     logits: jax.Array | None, tokens: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the balance loss and the z-loss; None without logits.
+    """Returns (balance loss, z-loss), or (None, None) without logits.
 
-    The balance loss is the number of experts times ``Σ_e f_e p_e``, where expert e has the share f
-    of the choices and the mean probability p. It is 1 if both are equal for all experts.
+    The balance loss is the number of experts times ``Σ_e f_e p_e``, where expert e has the share
+    f_e of the choices and the mean probability p_e. The loss is 1 if both are equal for all
+    experts.
 
     Args:
       logits: (groups, tokens, experts).
@@ -256,44 +264,46 @@ def _losses(
     if logits is None:
         return None, None
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    chosen_share = (tokens / tokens.sum()).astype(logits.dtype)  # (experts,), has no gradient
-    mean_probability = jax.nn.softmax(logits).mean((0, 1))  # (experts,), has one
+    chosen_share = (tokens / tokens.sum()).astype(logits.dtype)  # (experts,), without a gradient
+    mean_probability = jax.nn.softmax(logits).mean((0, 1))  # (experts,), with a gradient
     balance_loss = tokens.size * (chosen_share * mean_probability).sum()
     z_loss = jnp.square(jax.nn.logsumexp(logits, axis=-1)).mean()
     return balance_loss, z_loss
 
 
 class _Routing(NamedTuple):
-    """What a device has to know to bring the results of its experts back to its tokens."""
+    """The data by which a device brings the results of its experts back to its tokens."""
 
-    order: jax.Array  # (groups, C): which choice is at each sorted place
+    order: jax.Array  # (groups, C): the choice at each sorted place
     experts: jax.Array  # (groups, C): the expert of each sorted choice
-    ranks: jax.Array  # (groups, C): its place among the choices of the same expert
-    # (1, local experts): how many rows each of the device's experts gets; that of the last may
-    # include one row of padding (`_send_all`).
+    ranks: jax.Array  # (groups, C): the place of each choice among those of the same expert
+    # (1, local experts): how many rows each of the device's experts gets. The number of the last
+    # expert may include one row of padding (`_send_all`).
     sizes: jax.Array
-    # None with a capacity, where each expert gets a block of the same size from each group.
+    # None with a capacity, because each expert then gets a block of the same size from each group.
     exchange: _Exchange | None = None
 
 
 class _Exchange(NamedTuple):
-    """What a device sent and received without a capacity, all of whose groups are one.
+    """The numbers of rows that a device sent and received without a capacity.
 
-    The first dimension is that of all devices, of which each has one index.
+    All groups of a device are one group. In arrays of all devices, the first dimension has one
+    index for each device.
     """
 
-    sent: jax.Array  # (1, devices, local experts): how many rows this device sent to each expert
-    received: (
-        jax.Array
-    )  # (1, devices, local experts): how many each device sent to each expert here
-    places: jax.Array  # (1, rows): the row in the received blocks at each place sorted by expert
+    # (1, devices, local experts): how many rows this device sent to each expert.
+    sent: jax.Array
+    # (1, devices, local experts): how many rows each device sent to each expert of this one.
+    received: jax.Array
+    # (1, rows): for each place in the order of experts, its row in the received blocks.
+    places: jax.Array
 
 
 class _Dispatch(NamedTuple):
-    """How tokens and experts are distributed. One device has all of both if there is no mesh."""
+    """How tokens and experts are distributed. Without a mesh, one device has all of both."""
 
     mesh: Mesh | AbstractMesh | None
-    expert_axis: str  # shards the experts, and the groups of tokens too
+    expert_axis: str  # the axis that shards the experts, and the groups of tokens too
     group_axes: tuple[str, ...]  # all axes that shard the groups, `expert_axis` among them
     num_experts: int
     capacity: int | None
@@ -317,8 +327,9 @@ class _Dispatch(NamedTuple):
     def axes_of_dimension(self, x: jax.Array, dimension: int) -> tuple[str, ...] | None:
         """Returns the Explicit axes, other than those of the groups, that shard a dimension.
 
-        Such a dimension stays sharded inside, as features are by tensor parallelism. Auto axes are
-        not in the type of an array; the compiler decides about them.
+        Such a dimension stays sharded on the devices, as tensor parallelism shards features. Auto
+        axes are left out, because they are not in the type of an array, and the compiler decides
+        about them.
 
         Returns:
           The axes as an entry of a ``PartitionSpec``: None if there are none.
@@ -336,17 +347,18 @@ class _Dispatch(NamedTuple):
         """Runs a function on each device, by ``jax.shard_map``, and returns the results of all.
 
         Args:
-          fun: the function of what one device has.
-          args: its arguments, of all devices together. Without a mesh, one device has all.
+          fun: the function of one device's part of the arguments.
+          args: the arguments of all devices together. Without a mesh, one device has all.
           in_specs: the spec of each argument.
           out_specs: the specs of the results.
         """
         if self.mesh is None:
             return fun(*args)
-        # As the map is not checked (below), JAX would get gradients wrong in an outer one that is.
+        # Gradients of varying arguments are refused, because this map is not checked (below), and
+        # JAX would get such gradients wrong within an outer map that is checked.
         args = refuse_gradients_of_varying(args, name="dispatch_to_experts")
         mesh, explicit = mesh_in_trace(self.mesh), self.explicit_axes()
-        # All Explicit axes are mapped, and arguments have to be sharded over these, in their types,
+        # All Explicit axes are mapped, so the types of arguments have to be sharded over these axes
         # as the specs say.
         if explicit:
             typed = []
@@ -362,7 +374,9 @@ class _Dispatch(NamedTuple):
             out_specs=out_specs,
             # JAX puts the `spmd_axis_name` of an outer `vmap` in front of all specs.
             axis_names=explicit.union(self.group_axes, _compat.spmd_axes()),
-            check_vma=False,  # what `ragged_all_to_all` returns does not say that it varies
+            # The types of `ragged_all_to_all`'s results do not say that they vary, so the map is
+            # not checked.
+            check_vma=False,
         )(*args)
 
     def sum(self, x: jax.Array) -> jax.Array:
@@ -370,7 +384,10 @@ class _Dispatch(NamedTuple):
         return x if self.mesh is None else jax.lax.psum(x, self.group_axes)
 
     def exchange(self, x: jax.Array, split: int, concat: int) -> Any:
-        """Sends the i-th part of dimension ``split`` to device i, and concatenates what arrives."""
+        """Sends the i-th part of dimension ``split`` to device i.
+
+        Returns the arriving parts, concatenated along dimension ``concat``.
+        """
         if self.mesh is None:
             return x
         return jax.lax.all_to_all(x, self.expert_axis, split, concat, tiled=True)
@@ -385,9 +402,9 @@ class _Dispatch(NamedTuple):
           indices: the chosen experts, (groups, tokens, k).
 
         Returns:
-          A tuple of the rows that the experts of this device get, (rows, features); how to send
-          their results back; how often each expert was chosen on all devices, (experts,); and how
-          many choices were dropped there, ().
+          A tuple of the rows that the experts of this device get, (rows, features); the routing by
+          which their results go back; how often each expert was chosen on all devices, (experts,);
+          and how many choices were dropped on all devices, ().
         """
         # The docstring of the module has an example of `choices`, `order`, `counts` and `ranks`.
         if self.capacity is None:  # all groups are one
@@ -400,9 +417,10 @@ class _Dispatch(NamedTuple):
         experts = jnp.take_along_axis(choices, order, 1)
         is_chosen = choices[:, :, None] == jnp.arange(self.num_experts)
         counts = is_chosen.sum(1, dtype=jnp.int32)  # (groups, experts)
-        starts = jnp.cumsum(counts, 1) - counts  # where the rows of each expert begin
+        starts = jnp.cumsum(counts, 1) - counts  # the first row of each expert
         ranks = jnp.arange(choices.shape[1]) - jnp.take_along_axis(starts, experts, 1)
-        token = order % num_tokens  # choice i is of token i mod T: first all first choices
+        # Choice i belongs to token i mod T, because the first choices of all tokens come first.
+        token = order % num_tokens
         rows = jnp.take_along_axis(x, token[:, :, None], 1)  # (groups, C, features)
         if self.capacity is None:  # the only group
             arrived, sizes, exchange = self._send_all(rows[0], counts[0])
@@ -418,21 +436,23 @@ class _Dispatch(NamedTuple):
     ) -> tuple[jax.Array, jax.Array]:
         """Sends a block of ``capacity`` rows from each group to each expert.
 
-        Rows of a block beyond the choices of its expert are computed, but :meth:`receive` reads no
-        result of them.
+        Rows of a block beyond the choices of its expert are computed, but :meth:`receive` does not
+        read their results.
 
         Args:
-          rows: sorted by expert, (groups, C, features).
-          starts: where the rows of each expert begin, (groups, experts).
-          capacity: rows in a block.
+          rows: the rows sorted by expert, (groups, C, features).
+          starts: the first row of each expert, (groups, experts).
+          capacity: the number of rows in a block.
 
         Returns:
-          The rows of the device's experts, one expert after the other; and how many rows each of
-          these gets, (1, local experts).
+          A tuple of the rows of the device's experts, (rows, features), one expert after the other;
+          and how many rows each of these experts gets, (1, local experts).
         """
-        places = starts[:, :, None] + jnp.arange(capacity)  # (groups, experts, capacity): of rows
-        # An expert with fewer choices gets rows of others in the rest of its block, not zeros: on
-        # rows of zeros its own operations, such as a norm, may have no gradient.
+        # The indices of the rows in each block, (groups, experts, capacity).
+        places = starts[:, :, None] + jnp.arange(capacity)
+        # The rest of the block of an expert with fewer choices gets rows of other experts, not
+        # zeros, because the expert's own operations, such as a norm, may have no gradient on rows
+        # of zeros.
         blocks = jax.vmap(lambda group, index: group.at[index].get(mode="clip"))(rows, places)
         blocks = blocks.swapaxes(0, 1)  # (experts, groups, capacity, features)
         # (local experts, groups of all devices along the axis, capacity, features)
@@ -447,37 +467,41 @@ class _Dispatch(NamedTuple):
         """Sends each device as many rows as choose its experts.
 
         Args:
-          rows: sorted by expert, so also by device, (C, features).
-          counts: how many of them are for each expert, (experts,).
+          rows: the rows sorted by expert, and so also by device, (C, features).
+          counts: how many rows are for each expert, (experts,).
 
         Returns:
-          The received rows, sorted by local expert, (devices · C, features); how many rows each of
-          these experts gets, (1, local experts): the others, at the end, are padding, the first row
-          of which the last expert gets, too; and what the way back needs.
+          A tuple of the received rows, sorted by local expert, (devices · C, features); how many
+          rows each of these experts gets, (1, local experts); and the numbers for the way back.
+          Rows at the end are padding. The first row of padding counts as a row of the last expert.
         """
-        # How many rows of this device go to each expert: the experts of a device are neighbors.
+        # How many rows of this device go to each expert, (devices, local experts). The experts of a
+        # device are neighbors in `counts`.
         sent = counts.reshape(self.size, self.num_local_experts)
-        # How many rows of each device come to each expert of this one: (devices, local experts).
+        # How many rows of each device come to each expert of this one, (devices, local experts).
         received = self.exchange(sent, split=0, concat=0)
-        # A block of C rows from each device, (devices · C, features): sorted by expert, padded.
-        # The transport needs the rows of each device only, of all its experts: (devices,).
+        # `blocks` has C rows from each device, sorted by expert and padded: (devices · C,
+        # features). The transport only needs the number of rows for all experts of a device,
+        # (devices,).
         blocks = _to_experts(self, rows, sizes=sent.sum(axis=1), received=received.sum(axis=1))
         # A row's local expert is the number of experts whose rows end before it in the block. For
-        # padding it is `num_local_experts`, one more than the last, so it is sorted to the end.
+        # padding this number is `num_local_experts`, one more than the last expert, so padding is
+        # sorted to the end.
         ends = jnp.cumsum(received, axis=1)  # (devices, local experts)
         is_after = jnp.arange(len(rows)) >= ends[:, :, None]  # (devices, local experts, C)
         expert = is_after.sum(axis=1).ravel()  # (devices · C,)
         places = jnp.argsort(expert, stable=True)
         arrived, sizes = blocks[places], received.sum(axis=0)
-        if self.size > 1:  # else all rows are the device's own, without padding
-            # Padding is copies of a token, not zeros: on these, the experts' own operations, such
-            # as a norm, may have no gradient. The token is one that this device sends, as it may
-            # have received none.
+        if self.size > 1:  # a single device has only its own rows, without padding
+            # Padding is copies of a token, not zeros, because the experts' own operations, such as
+            # a norm, may have no gradient on zeros. The device takes a token that it sends, because
+            # it may have received none.
             num_received = sizes.sum()
             arrived = _fill_padding(arrived, num_received, rows[:1])
-            # `matmul` fills padding, too, with a product of this token: so it has to compute one.
+            # The last expert gets the first row of padding, because `matmul` fills padding with the
+            # product of this token, and so has to compute it.
             sizes = sizes.at[-1].add(num_received < len(arrived))
-        # `[None]` is the first dimension of what each device has of its own.
+        # `[None]` adds the first dimension, along which the arrays of all devices are concatenated.
         return arrived, sizes[None], _Exchange(sent[None], received[None], places[None])
 
     def receive(self, rows: jax.Array, routing: _Routing, weights: jax.Array) -> jax.Array:
@@ -486,22 +510,22 @@ class _Dispatch(NamedTuple):
         Args:
           rows: the results of the device's experts, (rows, features of outputs).
           routing: what :meth:`send` returned.
-          weights: of the device's tokens, (groups, tokens, k).
+          weights: the weights of the device's tokens, (groups, tokens, k).
         """
         num_groups, num_tokens, k = weights.shape
         num_features = rows.shape[-1]
         if self.capacity is not None:
             shape = (self.num_local_experts, self.size * num_groups, self.capacity, num_features)
             blocks = rows.reshape(shape)
-            # (experts, groups, capacity, features): of the groups of this device
+            # (experts, groups of this device, capacity, features)
             blocks = self.exchange(blocks, split=1, concat=0)
             blocks = blocks.swapaxes(0, 1)  # (groups, experts, capacity, features)
-            # Of each sorted choice: the row of its expert at its rank, or zeros if it was dropped.
+            # Each sorted choice gets the row of its expert at its rank, or zeros if it was dropped.
             sorted_rows = jax.vmap(_rows_of_blocks)(blocks, routing.experts, routing.ranks)
         else:
             exchange = routing.exchange
             assert exchange is not None
-            # The inverse of the sort in `_send_all`: one block of rows for each device again.
+            # The inverse of the sort in `_send_all` makes one block of rows for each device again.
             blocks = rows[jnp.argsort(exchange.places[0])]
             own_rows = _from_experts(
                 self,
@@ -512,8 +536,8 @@ class _Dispatch(NamedTuple):
             sorted_rows = own_rows[None]  # (1, C, features), as all groups are one
         unsort = jnp.argsort(routing.order, axis=1)  # the inverse permutation of `order`
         rows = jnp.take_along_axis(sorted_rows, unsort[:, :, None], 1)  # (groups or 1, C, features)
-        # Choices are k times all tokens: (groups, k, tokens, features); without a capacity, the
-        # tokens are those of all groups.
+        # The choices of a group are split into (groups, k, tokens, features). Without a capacity,
+        # there is one group with the tokens of all groups.
         rows = rows.reshape(len(rows), k, -1, num_features)
         rows = rows.swapaxes(1, 2)  # the same with tokens before k
         rows = rows.reshape(num_groups, num_tokens, k, num_features)
@@ -528,13 +552,13 @@ class _Dispatch(NamedTuple):
     ) -> Any:
         """Multiplies the rows of each expert by its matrix, and adds its bias.
 
-        With ``sizes`` bound, it is the ``matmul`` that the user's ``experts`` get.
+        With ``sizes`` bound, this method is the ``matmul`` that the user's ``experts`` get.
 
         Args:
           sizes: how many rows each expert has, (devices, local experts).
-          rows: (rows, in).
-          kernel: (experts, in, out).
-          bias: (experts, out).
+          rows: the rows, (rows, in).
+          kernel: the matrices, (experts, in, out).
+          bias: the biases, (experts, out), or None.
 
         Raises:
           ValueError: the kernel or the bias has another shape.
@@ -553,7 +577,7 @@ class _Dispatch(NamedTuple):
             functools.partial(self._multiply_local, inner),
             (sizes, rows, kernel, bias),
             in_specs=(
-                P(self.group_axes),  # sizes: those of each device
+                P(self.group_axes),  # sizes
                 P(self.group_axes, inner),  # rows
                 P(self.expert_axis, inner, outer),  # kernel
                 P(self.expert_axis, outer),  # bias
@@ -573,12 +597,12 @@ class _Dispatch(NamedTuple):
 
         Args:
           inner: the axes that shard ``in``, over which the products are summed; None for none.
-          sizes: how many rows each expert of the device has, (1, local experts). The rows of one
-            expert follow those of the one before; what is left at the end is padding, and gets
-            the product of the row before it.
-          rows: (rows, in).
-          kernel: (local experts, in, out).
-          bias: (local experts, out), or None.
+          sizes: how many rows each expert of the device has, (1, local experts). The rows are in
+            the order of the experts. Rows left at the end are padding, and get the product of the
+            row before the padding.
+          rows: the rows, (rows, in).
+          kernel: the matrices, (local experts, in, out).
+          bias: the biases, (local experts, out), or None.
         """
         if self.capacity is None:
             product = jax.lax.ragged_dot(rows, kernel, sizes[0])
@@ -588,21 +612,22 @@ class _Dispatch(NamedTuple):
         if inner:
             product = jax.lax.psum(product, inner)
         if bias is not None:
-            # The expert of a row is the number of experts whose rows end before it. For padding
-            # that is one more than there are, which has a bias of 0.
+            # The expert of a row is the number of experts whose rows end before it. For padding the
+            # number is out of range, so `get` returns a bias of 0.
             expert = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes[0])).sum(1)
             product += bias.at[expert].get(mode="fill", fill_value=0)
         if self.capacity is None and self.size > 1:
-            # `ragged_dot` multiplies the rows of `sizes` only. If there is padding, the last of
-            # these is its first row (`_send_all`), whose product all other padding gets.
+            # `ragged_dot` multiplies only as many rows as `sizes` counts. If there is padding, the
+            # last of these is the first row of padding (`_send_all`), and all other padding gets
+            # its product.
             num_multiplied = sizes.sum()
             last = product[num_multiplied[None] - 1]  # (1, out)
             product = _fill_padding(product, num_multiplied, last)
         return product
 
 
-# Each of these two is the transpose of the other, as `_define_transpose` says: JAX's transposes of
-# the padded exchanges scatter rows, which is slower than to gather them.
+# Each of the next two functions is the transpose of the other (`_define_transpose`). JAX's own
+# transposes are not used, because they scatter rows, and this is slower than to gather them.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -611,8 +636,8 @@ def _to_experts(dispatch: _Dispatch, rows: jax.Array, sizes: jax.Array, received
 
     Args:
       dispatch: where the experts are.
-      rows: sorted by device, (C, features).
-      sizes: how many of them each device gets, (devices,).
+      rows: the rows sorted by device, (C, features).
+      sizes: how many rows each device gets, (devices,).
       received: how many rows each device sends to this one, (devices,).
 
     Returns:
@@ -620,19 +645,19 @@ def _to_experts(dispatch: _Dispatch, rows: jax.Array, sizes: jax.Array, received
     """
     if dispatch.mesh is None:
         return rows
-    # Where the rows for each device begin, and the length of a block, which fits all rows.
+    # `starts` is the first row for each device, `width` the length of a block, which fits all rows.
     starts, width = jnp.cumsum(sizes) - sizes, len(rows)
 
     def send_ragged(rows: jax.Array) -> Any:
-        # At each receiver, the rows of this device go to the beginning of its block there.
+        # Each receiver has a block for this device. The rows go to the beginning of that block.
         block_start = jax.lax.axis_index(dispatch.expert_axis).astype(jnp.int32) * width
         return jax.lax.ragged_all_to_all(
             operand=rows,
             output=jnp.zeros((dispatch.size * width, rows.shape[-1]), rows.dtype),
             input_offsets=starts,
             send_sizes=sizes,
-            # JAX can `vmap` it, as over stages of a pipeline, only if all of these are mapped:
-            # hence the sum with an array that is.
+            # A mapped array is added, because JAX can `vmap` this operation, for example over
+            # stages of a pipeline, only if all of its operands are mapped.
             output_offsets=block_start + 0 * sizes,
             recv_sizes=received,
             axis_name=dispatch.expert_axis,
@@ -640,9 +665,9 @@ def _to_experts(dispatch: _Dispatch, rows: jax.Array, sizes: jax.Array, received
 
     def send_padded(rows: jax.Array) -> Any:
         places = jnp.arange(width)
-        # A block for each device, filled after its rows: (devices, C, features).
+        # `blocks` has a block for each device, (devices, C, features).
         blocks = rows.at[starts[:, None] + places].get(mode="fill", fill_value=0)
-        is_row = places < sizes[:, None]  # (devices, C); else the row is of the next device
+        is_row = places < sizes[:, None]  # (devices, C); False for rows of the next devices
         blocks = jnp.where(is_row[:, :, None], blocks, 0)
         return dispatch.exchange(blocks, split=0, concat=0).reshape(-1, rows.shape[-1])
 
@@ -657,7 +682,7 @@ def _from_experts(
 
     Args:
       dispatch: where the experts are.
-      blocks: what to send to each device, (devices · C, features).
+      blocks: the rows to send to each device, (devices · C, features).
       sizes: how many rows of this device each device has, (devices,).
       received: how many rows of each device this one has, (devices,).
 
@@ -666,7 +691,8 @@ def _from_experts(
     """
     if dispatch.mesh is None:
         return blocks
-    # Where the rows of each device begin among this one's own, and the length of a block.
+    # `starts` is the first of this device's own rows that each device has, `width` the length of a
+    # block.
     starts, width = jnp.cumsum(sizes) - sizes, len(blocks) // dispatch.size
 
     def send_ragged(blocks: jax.Array) -> Any:
@@ -675,8 +701,8 @@ def _from_experts(
             operand=blocks,
             output=jnp.zeros((width, blocks.shape[-1]), blocks.dtype),
             input_offsets=block_starts + 0 * sizes,  # mapped, as in `_to_experts`
-            send_sizes=received,  # what came goes back
-            # Each device wants this one's rows at the place from which it once sent them.
+            send_sizes=received,  # as many rows go back as have come
+            # Each device gets its rows at the place from which it has sent them.
             output_offsets=dispatch.exchange(starts, split=0, concat=0),
             recv_sizes=sizes,
             axis_name=dispatch.expert_axis,
@@ -686,7 +712,7 @@ def _from_experts(
         by_device = blocks.reshape(dispatch.size, width, -1)  # (devices, C, features)
         returned = dispatch.exchange(by_device, split=0, concat=0)
         places = jnp.arange(width)
-        # The device to which each row was sent: how many devices have all their rows before it.
+        # The device to which a row was sent is the number of devices whose rows all precede it.
         device = (places[:, None] >= jnp.cumsum(sizes)).sum(1)  # (C,)
         return _rows_of_blocks(returned, device, places - starts[device])
 
@@ -697,8 +723,9 @@ def _define_transpose(exchange: Any, transpose: Callable[..., jax.Array]) -> Non
     """Gives an exchange, which is linear in its rows, a transpose for the backward pass.
 
     Args:
-      exchange: a ``custom_vjp`` of (dispatch, rows, sizes, received), the first without gradients.
-      transpose: takes the gradients of its results in the place of the rows.
+      exchange: a ``custom_vjp`` of (dispatch, rows, sizes, received); ``dispatch`` is static.
+      transpose: a function with the same arguments, which gets the gradients of the results instead
+        of the rows.
     """
 
     def forward(dispatch: _Dispatch, rows: jax.Array, sizes: jax.Array, received: jax.Array) -> Any:
@@ -706,7 +733,7 @@ def _define_transpose(exchange: Any, transpose: Callable[..., jax.Array]) -> Non
 
     def backward(dispatch: _Dispatch, residuals: Any, d_rows: jax.Array) -> Any:
         sizes, received = residuals
-        # Both are integers, which have no gradients.
+        # `sizes` and `received` have no gradients, because they are integers.
         return transpose(dispatch, d_rows, sizes, received), None, None
 
     exchange.defvjp(forward, backward)
@@ -717,17 +744,19 @@ _define_transpose(_from_experts, _to_experts)
 
 
 def _rows_of_blocks(blocks: jax.Array, block: jax.Array, place: jax.Array) -> jax.Array:
-    """Returns ``blocks[block, place]``; zeros where a block has no such place."""
+    """Returns ``blocks[block, place]``; zeros for places beyond the end of a block."""
     return blocks.at[block, place].get(mode="fill", fill_value=0)
 
 
 def _fill_padding(rows: jax.Array, num_rows: jax.Array, filling: jax.Array) -> jax.Array:
-    """Replaces the rows after the first ``num_rows``, which no result depends on.
+    """Returns the rows with all rows after the first ``num_rows`` replaced by ``filling``.
+
+    No result depends on the replaced rows, and no gradient flows to ``filling``.
 
     Args:
-      rows: (rows, features).
-      num_rows: how many of them are not replaced, ().
-      filling: what each of the others becomes, (1, features).
+      rows: the rows, (rows, features).
+      num_rows: how many rows are not replaced, ().
+      filling: the row that replaces each of the other rows, (1, features).
     """
     is_row = jnp.arange(len(rows))[:, None] < num_rows
     return jnp.where(is_row, rows, jax.lax.stop_gradient(filling))
