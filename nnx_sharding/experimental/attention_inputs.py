@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
     rule: Rule
     layout: Layout
     arrays: AttentionArrays  # their positions are None unless attention is causal or has a window
-    positions: ArrayLike | None  # as given; None for those in order
+    positions: ArrayLike | None  # the positions as given; None if tokens are in order
     balanced: bool  # whether tokens may be moved to the balanced order
 
     @property
@@ -225,10 +225,11 @@ def _visibility(
 
 
 def _pad_keys(padding: int, arrays: AttentionArrays) -> AttentionArrays:
-    """Adds keys that nothing attends to, as they are of a segment of their own.
+    """Adds keys to which no query attends, because they are in a segment of their own.
 
-    There are neither positions nor segments of the user: :func:`_wrong_shapes` refuses them unless
-    there are as many keys as queries, which devices have to divide, so that none is padded.
+    The user's positions and segments are None here, so they need no padding. With them,
+    :func:`_wrong_shapes` requires as many keys as queries. The devices divide the number of
+    queries, so such keys need no padding.
     """
     query, key, value, key_info, visibility = arrays
     batch, num_keys = key.shape[:2]
@@ -237,11 +238,11 @@ def _pad_keys(padding: int, arrays: AttentionArrays) -> AttentionArrays:
     mask = visibility.mask  # (batch, heads, length, keys)
     if mask is not None:
         mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 0), (0, padding)))
-    # Queries and keys are of segment 0, the padding of segment 1.
+    # Queries and keys are in segment 0, the padding is in segment 1.
     is_padding = (jnp.arange(num_padded) >= num_keys).astype(jnp.int32)
     key_segments = jnp.broadcast_to(is_padding, (batch, num_padded))
     query_segments = jnp.zeros((batch, query.shape[1]), jnp.int32)
-    # Places number the keys; only dropout has them.
+    # Places number the keys. They are None without dropout.
     places = None if key_info.places is None else jnp.arange(num_padded)
     query_info = visibility.query_info._replace(segments=query_segments)
     return AttentionArrays(
@@ -256,7 +257,7 @@ def _pad_keys(padding: int, arrays: AttentionArrays) -> AttentionArrays:
 def _repeat_heads(x: jax.Array, num_devices: int) -> jax.Array:
     """Repeats key heads until their number is divisible by the number of devices.
 
-    (b, keys, key heads, d) → (b, keys, key heads · times, d), each head next to its copies.
+    Each head is next to its copies: (b, keys, key heads, d) → (b, keys, key heads · times, d).
     """
     batch, length, heads, features = x.shape
     times = math.lcm(heads, num_devices) // heads
@@ -264,12 +265,12 @@ def _repeat_heads(x: jax.Array, num_devices: int) -> jax.Array:
         return x
     shape = (batch, length, heads, times, features)
     copies = jnp.broadcast_to(x[:, :, :, None], shape)
-    # Joined dimensions have the sharding of the heads; 4 are the features.
+    # The joined dimension has the sharding of the heads (source 2). Source 4 are the features.
     return reshape(copies, (batch, length, heads * times, features), sources=(0, 1, 2, 4))
 
 
 def _unsupported(bias: object, options: AttentionOptions) -> Iterator[str]:
-    """Says which options of Flax's function are asked for that sharded sequences do not have."""
+    """Yields a line for each option that is wrong, or that sharded sequences do not support."""
     window, rate = options.get("window"), options.get("dropout_rate", 0.0)
     if bias is not None:
         yield "bias: not supported"
@@ -286,7 +287,7 @@ def _unsupported(bias: object, options: AttentionOptions) -> Iterator[str]:
 def _wrong_shapes(
     arrays: Mapping[str, jax.Array], mask: ArrayLike | None, options: AttentionOptions
 ) -> Iterator[str]:
-    """Says which shapes do not fit that of the query, or each other."""
+    """Yields a line for each shape that does not fit the query or the other shapes."""
     if any(x.ndim != 4 for x in arrays.values()):
         shapes = ((name, x.shape) for name, x in arrays.items())
         yield from (f"{name}: shape {x}, not 4-D" for name, x in shapes if len(x) != 4)
@@ -312,7 +313,8 @@ def _wrong_shapes(
         yield f"input_positions: shape {given}, not ({length},) or ({batch}, {length})"
     if segments is not None and segments.shape != (batch, length):
         yield f"segment_ids: shape {segments.shape}, not ({batch}, {length})"
-    # These compare a query with a key of the same sequence. A window of 0 is refused elsewhere.
+    # These options compare a query with a key of the same sequence. A window of 0 does not count
+    # here, because `_unsupported` refuses it.
     is_of_one_sequence = (
         options.get("is_causal")
         or options.get("window")
@@ -324,7 +326,7 @@ def _wrong_shapes(
 
 
 def _without_tokens(arrays: Mapping[str, jax.Array]) -> Iterator[str]:
-    """Says which arrays have no tokens, which cannot be divided into blocks."""
+    """Yields a line for each array without tokens, because it cannot be divided into blocks."""
     for name, x in arrays.items():
         if x.ndim == 4 and x.shape[1] == 0:
             yield f"{name}: shape {x.shape} has no tokens, expected at least one"
@@ -333,10 +335,11 @@ def _without_tokens(arrays: Mapping[str, jax.Array]) -> Iterator[str]:
 def _wrong_lengths(
     arrays: Mapping[str, jax.Array], layout: Layout, exchanged: Axes
 ) -> Iterator[str]:
-    """Says which numbers of queries and heads the devices do not divide.
+    """Yields a line for each number of queries or heads that the devices do not divide.
 
-    Keys are padded instead. Queries are not, as outputs would have padding, too. Devices along
-    ``exchanged`` shard the sequence before an exchange, and the heads after it.
+    Keys are not checked, because they are padded. Queries are not padded, because outputs would
+    have padding, too. Devices along ``exchanged`` shard the sequence before an exchange, and the
+    heads after it.
     """
     length, heads = arrays["query"].shape[1:3]
     head_axes = (*layout.heads, *exchanged)

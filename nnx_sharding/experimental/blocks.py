@@ -81,8 +81,8 @@ class Rule(NamedTuple):
     is_causal: bool = False  # whether queries attend only to keys at their position and before
     window: int | None = None  # by how much positions have to differ less
     scale: float = 1.0  # the factor of the scores
-    precision: Any = None  # of products
-    dropout_rate: float = 0.0  # of weights
+    precision: Any = None  # the precision of products
+    dropout_rate: float = 0.0  # the share of weights that are dropped
 
 
 class TokenRange(NamedTuple):
@@ -399,7 +399,7 @@ def add_key_gradients(
             more = pair_gradients(rule, queries, some_keys, visibility)
             return Gradients(
                 query=gradients.query + more.query,
-                # These have the length of all keys; only the rows of this block change.
+                # The gradients have the length of all keys; only the rows of this block change.
                 key=tokens.add(gradients.key, more.key),
                 value=tokens.add(gradients.value, more.value),
             )
@@ -443,7 +443,8 @@ def add_gradients_in_blocks(
 
     def add_block(gradients: Gradients, number: jax.Array) -> tuple[Gradients, None]:
         tokens = pair.queries.block(number)
-        # Of these queries only, but of all keys: each block of queries adds to all of those.
+        # The gradients of queries are sliced to this block. Those of keys are not, because each
+        # block of queries adds to the gradients of all keys.
         old = gradients._replace(query=tokens.slice(gradients.query))
         new = add_key_gradients(
             rule, old, queries.slice(tokens), block, visibility.slice(tokens), pair.keys

@@ -169,7 +169,7 @@ def _number_of_experts(model: Any) -> int:
     for weight in _parameters_of_users(model):
         if len(weight.layer_shape) <= 2:  # no kernel of experts
             continue
-        number = weight.layer_shape[0]  # of experts, if a router has as many outputs
+        number = weight.layer_shape[0]  # the number of experts, if a router has as many outputs
         parent = weight.path[:-2]  # the module around the weight's own module
         for matrix in matrices:
             is_near = matrix.path[: len(parent)] == parent

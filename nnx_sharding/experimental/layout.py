@@ -128,7 +128,7 @@ class Layout(NamedTuple):
             in_specs=in_specs,
             out_specs=out_specs,
             axis_names=self.mapped,
-            check_vma=False,  # which functions of users, such as kernels, may not pass
+            check_vma=False,  # functions of users, such as kernels, may not pass this check
         )
 
         def typed_run(*args: Any) -> Any:

@@ -165,6 +165,6 @@ def attend_in_ring(inputs: Inputs) -> jax.Array:
     # With a window, the balanced order does not tell which pairs of halves are hidden.
     is_balanced = (is_given_balanced or inputs.moves_tokens) and not rule.window
     ring = Ring(layout, rule, is_balanced)
-    if not inputs.moves_tokens:  # they are attended to in the order in which they are
+    if not inputs.moves_tokens:  # tokens stay in their order
         return attend(ring, arrays)
     return attend_balanced(layout, arrays, functools.partial(attend, ring), moves_keys=True)

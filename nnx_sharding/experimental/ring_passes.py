@@ -72,8 +72,8 @@ from .blocks import (
 )
 from .layout import Layout
 
-_Index: TypeAlias = int | jax.Array  # of a step, or of a half
-_Halves: TypeAlias = tuple[_Index, _Index]  # which half of the queries, and which of the keys
+_Index: TypeAlias = int | jax.Array  # the index of a step, or of a half
+_Halves: TypeAlias = tuple[_Index, _Index]  # (half of the queries, half of the keys)
 _State = TypeVar("_State", Softmax, Gradients)
 _Queries = TypeVar("_Queries", jax.Array, BackwardQueries)
 
@@ -126,7 +126,7 @@ def _backward(ring: Ring, residuals: Residuals, d_out: jax.Array) -> tuple[Atten
     specs = _specs(ring, residuals.arrays)
     run = ring.layout.map(
         functools.partial(_local_backward, ring),
-        in_specs=(specs, specs.out),  # of the residuals, and of `d_out`
+        in_specs=(specs, specs.out),  # the specs of the residuals and of `d_out`
         out_specs=(specs.arrays.query, specs.arrays.key, specs.arrays.value),
     )
     d_query, d_key, d_value = run(residuals, d_out)
