@@ -52,16 +52,16 @@ _METADATA = "ragged-dot-metadata"
 def product_flops(instruction: Instruction, operands: Operands) -> int | None:
     """Counts the flops of a dot, a convolution, or a library's call for one or for attention.
 
-    None for other instructions, and for attention with a mask that depends on values.
+    Returns None for other instructions, and for attention with a mask that depends on values.
     """
-    # Damaged text may lack the instructions that make operands: then these have no arrays.
+    # If damaged text lacks the instruction that makes an operand, the operand has no arrays.
     if len(operands) < 2 or not instruction.results or not all(operands[:2]):
         return None
     lhs, rhs, result = operands[0][0].dims, operands[1][0].dims, instruction.results[0].dims
     if instruction.opcode == "convolution" or instruction.target.startswith("__cudnn$conv"):
         # A call of the backward pass has the window of the forward convolution. It takes the
-        # gradient of that one's output, and makes that of its input or kernel; the shapes are put
-        # back in the order of the forward pass, which has as many flops.
+        # gradient of the forward output, and makes the gradient of the forward input or kernel. The
+        # shapes are put back in the order of the forward pass, because that has as many flops.
         if instruction.target == "__cudnn$convBackwardInput":
             lhs, result = result, lhs
         elif instruction.target == "__cudnn$convBackwardFilter":
@@ -129,8 +129,8 @@ def _attention_flops(config: str, operands: Sequence[Sequence[int]]) -> int | No
     # Pairs of a query and a key that the mask leaves. A sliding window is understood in a causal
     # mask only.
     if mask == "CAUSAL":
-        most = min(width, keys)  # of the keys of one query
-        growing = min(queries, most)  # the first queries have 1, 2, 3 … keys
+        most = min(width, keys)  # the largest number of keys of one query
+        growing = min(queries, most)  # The first queries have 1, 2, 3 … keys.
         positions = growing * (growing + 1) // 2 + (queries - growing) * most
     elif mask in ("NO_MASK", "ALIBI") and width == keys:
         positions = queries * keys
@@ -201,8 +201,8 @@ def _window_along(window: Mapping[str, Sequence[int]], axis: int) -> dict[str, i
     return {
         "stride": number("stride", 1),
         "low": number("pad", 0),  # what follows the last element needs no number
-        "dilation": number("lhs_dilate", 1),  # of the input
-        "spacing": number("rhs_dilate", 1),  # of the kernel
+        "dilation": number("lhs_dilate", 1),  # the dilation of the input
+        "spacing": number("rhs_dilate", 1),  # the dilation of the kernel
     }
 
 
@@ -233,9 +233,10 @@ def elements_in_windows(
     start = np.arange(outputs) * stride - low
     first = np.maximum(0, -(start // spacing))  # rounded up
     last = np.minimum(kernel - 1, ((size - 1) * dilation - start) // spacing)
-    # It is no zero if start + k·spacing is a multiple of the dilation. With `common`, the greatest
-    # common divisor of spacing and dilation, this has a solution if that divides `start`. Divided
-    # by it, k · (spacing / common) ≡ -start / common modulo `step`, so that k ≡ `offset`.
+    # Element k is no zero of the dilation if start + k·spacing is a multiple of the dilation. Let
+    # `common` be the greatest common divisor of spacing and dilation: a solution exists only if
+    # `common` divides `start`. The equation divided by `common` is k · (spacing / common) ≡
+    # -start / common modulo `step`, so that k ≡ `offset`.
     common = math.gcd(spacing, dilation)
     step = dilation // common
     inverse = pow(spacing // common, -1, step)  # modulo step
@@ -268,8 +269,8 @@ def window_of(instruction: Instruction) -> dict[str, list[int]]:
 def other_flops(instruction: Instruction, operands: Operands) -> int | None:
     """Counts the flops of an instruction that is not a product; None if unknown.
 
-    Those of a computation that it applies to elements are not counted here (`applications`).
-    Instructions that only move data have none.
+    The flops of a computation that it applies to elements are not counted here (`applications`).
+    Instructions that only move data have 0 flops.
     """
     opcode, results = instruction.opcode, instruction.results
     elements = num_elements(results)
@@ -277,7 +278,8 @@ def other_flops(instruction: Instruction, operands: Operands) -> int | None:
         firsts = (arrays[:1] for arrays in operands)
         is_complex = any(_is_complex(shape) for shapes in (results, *firsts) for shape in shapes)
         return elements * (_COMPLEX.get(opcode, 1) if is_complex else 1)
-    if opcode in ("all-reduce", "all-reduce-start"):  # an addition for each element
+    if opcode in ("all-reduce", "all-reduce-start"):
+        # An addition counts for each element; a complex one is two additions.
         return sum(math.prod(x.dims) * (2 if _is_complex(x) else 1) for x in results)
     if opcode in ("sort", "topk") or _SORTS.match(instruction.target):
         # The result of a `topk` has fewer elements than are sorted, so the largest array counts.
@@ -288,8 +290,8 @@ def other_flops(instruction: Instruction, operands: Operands) -> int | None:
     if opcode == "fft":
         return _fft_flops(instruction)
     if opcode == "custom-call":
-        # A callback to Python runs on the host, so the device computes nothing. What other calls
-        # compute is not known.
+        # A callback to Python runs on the host, so the device computes nothing. The work of other
+        # calls is not known.
         is_callback = CALLBACK.match(instruction.target) is not None
         return 0 if is_callback or instruction.operation == _METADATA else None
     return None if opcode in _UNKNOWN else 0
@@ -310,22 +312,22 @@ def _is_complex(shape: Shape) -> bool:
 
 
 def applications(instruction: Instruction, operands: Operands) -> list[tuple[str, int]]:
-    """Returns the computations that an instruction applies to elements, and how often.
+    """Returns pairs: a computation that an instruction applies to elements, and how often.
 
     A ``reduce`` of 8 numbers to one, for example, applies its addition 7 times.
     """
     opcode, callees = instruction.opcode, instruction.callees
     if opcode not in ("reduce", "reduce-window", "select-and-scatter", "scatter", "map"):
         return []
-    if not operands:  # in damaged text
+    if not operands:  # Only damaged text lacks operands.
         return []
     # A reduce or scatter of several arrays of one shape applies its computation to an element of
-    # each at once, so that one of them is counted: the first, or of updates the last.
+    # each at once, so only one array is counted: the first array, or the last update.
     array, second, last = operands[0], operands[1 if len(operands) > 1 else 0], operands[-1]
     results = instruction.results
     if opcode == "select-and-scatter":
-        # Selects one element in each window of the array, by its first computation, and adds an
-        # element of the second operand there, by the other.
+        # The first computation selects one element in each window of the array. The second one adds
+        # an element of the second operand there.
         counts = [_joined_in_windows(instruction, array, second), num_elements(second)]
         return [*zip(callees, counts, strict=False)]
     if opcode == "reduce":
@@ -333,8 +335,8 @@ def applications(instruction: Instruction, operands: Operands) -> list[tuple[str
     elif opcode == "reduce-window":
         count = _joined_in_windows(instruction, array, results)
     elif opcode == "scatter":
-        count = num_elements(last)  # the last operand is an update
-    else:  # map
+        count = num_elements(last)  # The last operand is an update.
+    else:  # The opcode is map.
         count = num_elements(results)
     return [(callee, count) for callee in callees]
 
@@ -362,9 +364,9 @@ def _joined_in_windows(
     # 2n - 1, so that each covers all elements. It counts as one reduction.
     if all(n == 1 or n >= 2 * dim - 1 for n, dim in zip(sizes, outputs[0].dims, strict=False)):
         return num_elements(inputs)
-    # To join n elements takes n - 1 times. Counts of several dimensions multiply.
-    elements = 1  # in all windows, without padding
-    windows = 1  # that are not empty
+    # The computation joins n elements in n - 1 applications. Counts of several dimensions multiply.
+    elements = 1  # the number of elements in all windows, without padding
+    windows = 1  # the number of windows that are not empty
     for axis, size in enumerate(inputs[0].dims):
         in_window = elements_in_windows(
             size=size,
