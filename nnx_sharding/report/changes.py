@@ -233,7 +233,8 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
 
 
 def _check_threshold(threshold: float) -> None:
-    if not isinstance(threshold, int | float) or not threshold >= 0:  # nor is NaN
+    """Raises a ValueError for a threshold that is no number, or negative, or NaN."""
+    if not isinstance(threshold, int | float) or not threshold >= 0:  # NaN >= 0 is False.
         raise ValueError(f"threshold must be a fraction such as 0.05, got {threshold!r}.")
 
 
@@ -264,11 +265,12 @@ def _of_strategy(
         if old_outcome != new_outcome:
             yield Change("program", "outcome", old_outcome, new_outcome, strategy)
         return
-    old_figures, new_figures = _figures(before), _figures(after)  # of the same kinds
+    # Both have the same kinds as keys.
+    old_figures, new_figures = _figures(before), _figures(after)
     has_modules = before.by_module is not None and after.by_module is not None
     has_collectives = before.collectives is not None and after.collectives is not None
     for kind, old in old_figures.items():
-        if kind == "module" and not has_modules:  # each would be new, or gone
+        if kind == "module" and not has_modules:  # Each module would be new, or gone.
             continue
         # A module or a collective that only one side has takes nothing on the other side. What is
         # missing otherwise is unknown, as are all collectives of a program that was not read.
@@ -296,9 +298,9 @@ def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
     ``all-gather over data: bytes``. Times have the hardware in their names, so those on other
     hardware are other figures.
     """
-    # As dicts from the names of their fields; empty if the report has none.
+    # Both are dicts, field → figure; empty if the report has none.
     memory, cost = as_data(report.memory) or {}, as_data(report.cost) or {}
-    memory.pop("by_path", None)  # the arguments are listed by themselves
+    memory.pop("by_path", None)  # Arguments are compared one by one instead.
     costs = {name: cost[name] for name in _COSTS if name in cost}
     collectives: dict[str, Value] = {}
     # Unknown ones have no figures either; the caller tells them from none.

@@ -128,7 +128,7 @@ def _grid(cells: Mapping[Spans, Text], split: Sequence[int], *, is_matrix: bool)
         titles = [f"{spans[dimension][0]}:{spans[dimension][1]}" for dimension in split]
         if len(titles) == 2:
             row, column = titles
-        elif split == [0] and is_matrix:  # its rows are partitioned: below each other
+        elif split == [0] and is_matrix:  # Parts of a matrix's rows stand below each other.
             row, column = titles[0], ""
         else:
             row, column = "", titles[0] if titles else "full array"
@@ -153,10 +153,10 @@ def holders_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[s
       ValueError: the sharding does not fit the shape.
     """
     if isinstance(sharding, NamedSharding):
-        fit = fit_sharding(sharding, None, shape)  # None: a sharding has its own mesh
+        fit = fit_sharding(sharding, None, shape)  # None because the sharding has its own mesh
         if fit.problems:
             raise ValueError(f"{sharding.spec} does not fit the shape {shape}: {fit.reasons}")
-        if isinstance(sharding.mesh, AbstractMesh):  # it has no devices
+        if isinstance(sharding.mesh, AbstractMesh):  # An abstract mesh has no devices.
             positions = _positions(shape, sharding.spec, sharding.mesh.shape)
             return {spans: [position] for spans, position in positions}
     held: dict[Spans, list[str]] = {}
@@ -185,8 +185,8 @@ def _positions(
         position = dict(zip(used, indices, strict=True))  # the index along each axis
         spans = []
         for size, entry in itertools.zip_longest(shape, spec.partitions):
-            # Which part of this dimension it is, of how many: the indices along its axes are the
-            # digits of the number, the first axis with the highest one.
+            # The shard is the part ``number`` of ``num_parts`` of this dimension. The indices along
+            # the dimension's axes are the digits of ``number``, and the first axis has the highest.
             number, num_parts = 0, 1
             for axis in axes_of(entry):
                 number = number * sizes[axis] + position[axis]
