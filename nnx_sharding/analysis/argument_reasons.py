@@ -43,8 +43,8 @@ _MOST_OVERRIDDEN = 3  # rules that are named
 class _Declared(NamedTuple):
     """What the user declared for an array."""
 
-    spec: Any  # None for nothing
-    rule: str  # by which: an option, a filter, or that of a strategy; empty for none
+    spec: Any  # the declared spec; None if nothing is declared
+    rule: str  # the option or the filter that declares it, or that of a strategy; empty without one
     facts: list[str]  # sentences that say so
 
 

@@ -127,8 +127,8 @@ def _one_after_another(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
                 yield dataclasses.replace(buffer, last=last)
 
 
-# BufferAssignment::ToVerboseString and HloLiveRange::ToString of XLA write these texts, whose format
-# is not documented. The top of this file has examples.
+# XLA's BufferAssignment::ToVerboseString and HloLiveRange::ToString write these texts. The format
+# is not documented; the top of this file has examples.
 _STEP = re.compile(r"^ +\d+:(\S+)$", re.MULTILINE)
 _RANGE = re.compile(r"^ +(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+)")

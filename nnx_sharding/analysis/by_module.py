@@ -75,7 +75,7 @@ class Phase:
 
 
 _MOST_BARS = 40
-_BAR_WIDTH = 24  # of a full bar, in characters
+_BAR_WIDTH = 24  # the width of a full bar in characters
 
 
 class MemoryOverTime(tuple[Phase, ...], Pictured):
@@ -89,7 +89,8 @@ class MemoryOverTime(tuple[Phase, ...], Pictured):
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields what ``print`` shows: a bar for each of at most 40 phases."""
         largest = max((phase.bytes for phase in self), default=0) or 1
-        # Of more than 40 phases, each bar is of the one with the most bytes of a few neighbours.
+        # If there are more than 40 phases, a bar stands for a few neighbours, and shows the phase
+        # with the most bytes.
         step = max(1, math.ceil(len(self) / _MOST_BARS))
         rows = []
         for start in range(0, len(self), step):
@@ -181,12 +182,13 @@ class ModuleTable(AsData):
         Modules in one list are alike, so what they make is one text: ``2 GiB activations of
         model.blocks (256 MiB each, 8 ×)``. Each kind of argument is one text: ``2 GiB inputs``.
         """
-        # Of each text the kind, and a list of modules, such as ``model.blocks``, or a module; the
-        # path is empty for arguments.
-        sizes: Counter[tuple[str, str]] = Counter()  # bytes
-        items: defaultdict[tuple[str, str], set[str]] = defaultdict(set)  # the modules of the list
+        # The key of a text is a kind, and the path of a module, or of a list of modules such as
+        # ``model.blocks``. The path is empty for arguments.
+        sizes: Counter[tuple[str, str]] = Counter()  # key → bytes
+        # Key → the paths of the modules of the list.
+        items: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
         for row in self.rows:
-            # Of ``model.blocks[0].up`` the item ``model.blocks[0]``, of the list ``model.blocks``.
+            # The path ``model.blocks[0].up`` has the item ``model.blocks[0]`` of a list.
             item = _ITEM.match(row.path or "")
             for kind, size in (row.at_peak or {}).items():
                 if kind not in ("activations", "gradients", "intermediates"):

@@ -70,7 +70,7 @@ def read_sharding(written: str, rank: int | None, sizes: Mapping[str, int]) -> P
             if is_of_mesh and rank in (None, len(entries))
             else None
         )
-    if " last_tile_dims=" in written:  # of devices along manual or unreduced axes
+    if " last_tile_dims=" in written:  # Devices along manual or unreduced axes have no spec.
         return None
     tiled = _TILED.match(written)
     return None if tiled is None else _read_tiles(tiled, rank, sizes)
@@ -123,7 +123,7 @@ def _read_tiles(
         positions = [[*sizes].index(axis) for axis in major_first]
         if np.array_equal(devices_of_tiles([*sizes.values()], positions), devices):
             return spec_of_entries(entries)
-    return None  # it is over a part of an axis
+    return None  # The sharding is over a part of an axis.
 
 
 def possible_entries(
@@ -164,7 +164,7 @@ def spec_of_entries(entries: Entries, unreduced: frozenset[str] = frozenset()) -
 class Rematerialization(NamedTuple):
     """A remark of the compiler that it gathers an array in order to shard it in another way."""
 
-    operation: str  # its name, such as ``jit(f)/up/dot_general``
+    operation: str  # the name of the operation, such as ``jit(f)/up/dot_general``
     before: str  # the sharding, as the compiler writes it
     after: str
 

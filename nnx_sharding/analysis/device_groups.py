@@ -173,9 +173,11 @@ def axes_of_pairs(pairs: Groups, sizes: Sizes) -> tuple[str, ...] | None:
 
 def connected(pairs: Groups) -> Groups:
     """Joins pairs to the sets of devices that they connect: (0, 1), (1, 2) become (0, 1, 2)."""
-    group_of: dict[int, set[int]] = {}  # of each device; the devices of a group share one set
+    # Device → its group. All devices of a group share the same set.
+    group_of: dict[int, set[int]] = {}
     for pair in pairs:
         merged = set(pair).union(*(group_of.get(device, ()) for device in pair))
-        group_of.update(dict.fromkeys(merged, merged))  # also for devices of groups that met here
+        # All devices of the groups that this pair joins get the merged set.
+        group_of.update(dict.fromkeys(merged, merged))
     distinct = {id(group): tuple(sorted(group)) for group in group_of.values()}
     return tuple(distinct.values())

@@ -88,7 +88,7 @@ def _written_specs(
     """
     specs: _Specs = {}
     for key, instruction in keyed:
-        sharding = instruction.attributes.get("sharding")  # as text
+        sharding = instruction.attributes.get("sharding")  # the text of the sharding
         if sharding is not None and len(instruction.results) == 1:
             shape = instruction.results[0].dims
             spec = read_sharding(sharding, len(shape), sizes)

@@ -133,9 +133,10 @@ def _read_value(
     if kind is PartitionSpec:
         return _read_spec(data)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        fields = _fields(kind)  # those that are written, unless ``unwritten`` has them
+        # ``data`` has the written fields, and ``unwritten`` the values of the others.
+        fields = _fields(kind)
         given = {**unwritten, **data}
-        # Every field has to be there: a default may have another meaning later.
+        # Every field has to be there, because a default may have another meaning later.
         missing = [name for name in fields if name not in given]
         unknown = [name for name in given if name not in fields]
         if missing or unknown:

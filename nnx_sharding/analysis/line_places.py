@@ -27,8 +27,8 @@ from .traced_values import Line
 class OperationKey(NamedTuple):
     """What is the same of an operation in the trace and of the instructions made of it."""
 
-    line: str  # as ``model.py:12``; empty if it is unknown
-    operation: str  # such as ``dot_general``
+    line: str  # the line of code, such as ``model.py:12``; empty if it is unknown
+    operation: str  # the name of the operation, such as ``dot_general``
     backward: bool
     module: str | None
 
@@ -54,10 +54,11 @@ class LineFinder(PlaceFinder):
         """
         for computation in self._module.computations:
             for instruction in computation.instructions:
-                place = self._written_place(instruction)  # its line, if the user wrote it
+                # The place is a line of the user's code; None without one.
+                place = self._written_place(instruction)
                 if place is None:
                     continue
-                # Such as ``jit(step)/transpose(jvp(model))/up/dot_general``.
+                # A name is ``jit(step)/transpose(jvp(model))/up/dot_general``, for example.
                 for name in operations(instruction.operation or ""):
                     key = OperationKey(
                         line=place.path or "",

@@ -78,7 +78,8 @@ def measured_seconds(profile: Profile, module: Module) -> dict[str, float]:
             f"the profile has no operation of {module.name}. Call this compiled function within "
             "jax.profiler.trace(folder), and wait for its results there."
         )
-    if len(programs) > 1:  # such as one for the last batch, which has fewer rows
+    # A second program may be one for the last batch, which has fewer rows.
+    if len(programs) > 1:
         raise ValueError(
             f"the profile has operations of {len(programs)} programs that are called "
             f"{module.name}, and nothing says which of them this one is. Call only this compiled "

@@ -62,9 +62,9 @@ def _coordinates(devices: Sequence[Any]) -> dict[str, tuple[int, ...]]:
         names, rows = ("slice",), [(d.slice_index,) for d in devices]
     else:
         return {}
-    columns = dict(zip(names, zip(*rows, strict=True), strict=True))  # by dimension, of all devices
+    # Dimension → the coordinates of all devices. Only those in which devices differ are kept, and
+    # the slice.
+    columns = dict(zip(names, zip(*rows, strict=True), strict=True))
     return {
-        name: column
-        for name, column in columns.items()
-        if name == "slice" or len(set(column)) > 1  # they differ
+        name: column for name, column in columns.items() if name == "slice" or len(set(column)) > 1
     }

@@ -232,7 +232,8 @@ class BufferOwners:
         return None if instruction is None else self._finder.place_of(instruction)
 
 
-_KEY = re.compile(r"[^.\[\]'\"]+")  # of `model.layers[0]['kernel']`: model, layers, 0, kernel
+# A key in a path: `model.layers[0]['kernel']` has the keys model, layers, 0 and kernel.
+_KEY = re.compile(r"[^.\[\]'\"]+")
 
 
 def owners_of_rows(rows: Sequence[ParameterRow]) -> list[Owner]:
@@ -256,8 +257,8 @@ def owners_of_rows(rows: Sequence[ParameterRow]) -> list[Owner]:
     for row, path in zip(rows, paths, strict=True):
         module = _module_around(row.path)
         ends = [path[start:] for start in range(1, len(path))]  # longest first
-        is_array = row.variable is None  # and no Variable
-        # An array in a tree that mirrors the parameters, such as Optax's own state.
+        is_array = row.variable is None  # The argument is an array outside of Variables.
+        # A mirror is an array in a tree of the form of the parameters, such as Optax's own state.
         is_mirror = is_array and any(end in inside_arguments for end in ends)
         use: MemoryUse = "other state"
         if row.role == "parameter":

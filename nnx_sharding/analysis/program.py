@@ -189,7 +189,8 @@ def describe(
       hlo: the text of the compiled program; None if the backend has none.
       activations: what modules return.
     """
-    shardings = compiled.shardings()  # of all arguments and results; None for some
+    # The shardings of all arguments and results; some are None.
+    shardings = compiled.shardings()
     mesh = mesh_of(shardings)
     first, *others = devices_of(shardings)
     versions = {"nnx_sharding": __version__, "jax": jax.__version__, "flax": flax.__version__}
@@ -202,8 +203,8 @@ def describe(
         num_devices=1 + len(others),
         mesh=None if mesh is None else MeshDescription.of(mesh),
         parameters=tuple(compiled.parameters()),
-        # Its function that makes the table by module refers to the program, which would stay in
-        # memory as long as the report.
+        # The function of ``memory`` that makes the table by module is removed, because it refers to
+        # the program, which would stay in memory as long as the report.
         memory=None if memory is None else dataclasses.replace(memory, by_module=None),
         cost=compiled.cost(),
         collectives=compiled.collectives(),
@@ -211,7 +212,7 @@ def describe(
         roofline=None,
         hlo=hlo,
     )
-    hardware = HARDWARE.get(first.device_kind)  # of virtual CPU devices none is known
+    hardware = HARDWARE.get(first.device_kind)  # None for virtual CPU devices
     return report if hardware is None else report.with_roofline(hardware)
 
 

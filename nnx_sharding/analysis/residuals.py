@@ -174,15 +174,16 @@ def residual_of(
         equation = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
         if equation is None:
             return None
-        # Those that return what the call does. The condition of a `while` returns one value, as
-        # the loop itself may. All branches of a `cond` return the same: the first one is followed.
+        # The jaxprs inside that return the results of the call. The condition of a `while` is left
+        # out by name, because it returns one value, and the loop may return one, too. All branches
+        # of a `cond` return the same results, and the first branch is followed.
         condition = getattr(equation.params.get("cond_jaxpr"), "jaxpr", None)
         inner = (x for x in _compat.jaxprs_of(equation) if x is not condition)
         inside = [x for x in inner if len(x.outvars) == len(equation.outvars)]
-        if inside:  # go into the call
+        if inside:  # The search goes into the call.
             calls.append((jaxpr, equation))
             jaxpr, var = inside[0], inside[0].outvars[equation.outvars.index(var)]
-        elif equation.primitive.name in _MARKS:  # which compute nothing
+        elif equation.primitive.name in _MARKS:  # A mark computes nothing.
             var = equation.invars[0]
         else:
             return residual(equation.primitive.name, equation)

@@ -57,7 +57,7 @@ class Hidden:
     @property
     def share(self) -> float:
         """The share of the bytes that are sent before the compute is done."""
-        # It goes on as long as both.
+        # The overlap lasts while both the collective and the compute run.
         return min(1.0, self.compute_s / self.seconds) if self.seconds else 1.0
 
 

@@ -75,7 +75,7 @@ def with_exchanges(instructions: Sequence[Instruction]) -> list[Instruction]:
         if len(transfers) != 2 or len(ends) != 2:
             continue
         send, recv = ends["send"], ends["recv"]
-        match = _EXCHANGE.search(transfers[0].rest)  # which both have
+        match = _EXCHANGE.search(transfers[0].rest)  # Both transfers have this text.
         shape = _RECEIVED.match(recv.shape_text)
         if match is None or match["kind"] not in _KINDS or shape is None:
             continue
@@ -93,7 +93,7 @@ def with_exchanges(instructions: Sequence[Instruction]) -> list[Instruction]:
         if end.opcode == "send-done" and end.operand_names[0] in replaced:
             replaced[end.name] = end._replace(opcode="after-all")
         if end.opcode == "recv-done" and end.operand_names[0] in replaced:
-            # It returns (array, token), so the result of the collective is an item of a tuple.
+            # A recv-done returns (array, token), so the collective's result is an item of a tuple.
             replaced[end.name] = end._replace(opcode="tuple")
     return [replaced.get(instruction.name, instruction) for instruction in instructions]
 
@@ -122,11 +122,12 @@ def positions_of(mesh: Any) -> dict[Position, int]:
     if not isinstance(mesh, Mesh):  # abstract, or the sizes of axes
         return {}
     slices = MeshDescription.of(mesh).coordinates.get("slice", ())  # the slice of each device
-    counts: Counter[int] = Counter()  # of devices by slice; their order in the mesh numbers them
+    # Slice → the number of its devices so far. Devices of a slice are numbered in mesh order.
+    counts: Counter[int] = Counter()
     positions: dict[Position, int] = {}
     for position, (device, number) in enumerate(zip(mesh.devices.flat, slices, strict=False)):
         positions[device.id] = position
-        positions[number + 1, counts[number]] = position  # JAX counts slices from 0
+        positions[number + 1, counts[number]] = position  # JAX counts slices from 0.
         counts[number] += 1
     return positions if len(counts) > 1 else {}
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 Cell: TypeAlias = "str | Text"
-_WIDTH = 100_000  # of plain text: more columns than any table has
+_WIDTH = 100_000  # the columns of plain text, which are more than any table has
 
 
 class Pictured:

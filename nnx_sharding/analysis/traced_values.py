@@ -42,7 +42,7 @@ class MadeValue(NamedTuple):
     """A value of the trace."""
 
     line: Line | None  # None if no line of the user made it
-    operation: str  # such as ``dot_general``
+    operation: str  # the name of the operation, such as ``dot_general``
     dtype: str
     shape: Shape
     spec: PartitionSpec | None
@@ -134,12 +134,13 @@ def _spec_of(aval: Any) -> tuple[PartitionSpec | None, str | None]:
 
 
 def _constrained(sharding: Sharding, rank: int) -> tuple[PartitionSpec | None, str | None]:
-    """Returns the spec of a constraint on Auto axes, and why it lacks axes: None if it does not.
+    """Returns the spec of a constraint on Auto axes, and why the spec lacks axes.
 
-    It may leave dimensions to the compiler, which are ``UNCONSTRAINED`` in the spec. ``rank`` is
-    that of the array.
+    The spec is None for a sharding that has none. The reason is None if the spec is complete: a
+    constraint may leave dimensions to the compiler, which are ``UNCONSTRAINED`` in the spec.
+    ``rank`` is the number of dimensions of the array.
     """
-    if not isinstance(sharding, NamedSharding):  # others have no spec
+    if not isinstance(sharding, NamedSharding):  # Other shardings have no spec.
         return None, BY_COMPILER
     spec = full_spec(sharding.spec, rank)
     is_whole = PartitionSpec.UNCONSTRAINED not in spec.partitions
