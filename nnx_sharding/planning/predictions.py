@@ -1,30 +1,34 @@
-"""What candidates need, before anything is compiled: from shapes, and from one trace of the step.
+"""Predicts what candidates need from shapes and one trace of the step, before any is compiled.
 
-**Memory**: the bytes of the arguments, exact except for the padding of tiles. **Compute**: the
-matrix products and convolutions in the jaxpr of the step. **Bytes sent**: what one device sends in
-a training step, roughly. Let b be the bytes of a parameter, divided by the sizes of the axes that
-shard it during the whole step (`model`, `stage`, `expert`). Let s be the number of its shards over
-axes of the batch, and n the number of devices along these axes:
+**Memory** is the bytes of the arguments, exact except for the padding of tiles. **Compute** is the
+matrix products and convolutions in the jaxpr of the step. **Bytes sent** is a rough estimate of
+what one device sends in a training step. Let b be the bytes of a parameter, divided by the sizes of
+the axes that shard it during the whole step (`model`, `stage`, `expert`). Let s be the number of
+shards of the parameter over axes of the batch, and n the number of devices along these axes:
 
-    sharded over the batch    3 b (1 - 1/s)            gathered twice, its gradient scattered
-    its replicas              2 b/s (1 - s/n)          all-reduce of the gradient's shards
+    parameter in shards       3 b (1 - 1/s)            gathered twice, its gradient scattered
+    replicas of the shards    2 b/s (1 - s/n)          all-reduce of the gradient's shards
     tensor parallelism        tokens × features × …    activations on both sides of a kernel
     experts                   tokens × features × …    tokens go to two experts and back
-    pipeline                  tokens × features × …    between stages, in each tick, both ways; and
-                              what is above for the layers of a stage is sent in each tick, too,
-                              but with 1F1B what is not sharded over the batch: it is reduced once;
-                              blocks of a list move to their stages, and their gradients back
+    pipeline                  tokens × features × …    activations go to the next stage in each
+                                                       tick, and their gradients come back
     context                   tokens × features × …    keys and values, or heads for positions,
-                              both ways: `CONTEXT_ROUNDS`
+                                                       both ways: `CONTEXT_ROUNDS`
 
-Sums over a parameter's axes are first within slices, then between them. What stages send goes over
-the slower network if their axis is one along which there are different slices. The number of
-features that go between stages, and for attention, is taken to be the number of elements of the
-smallest parameter of a layer, such as the scale of a norm.
+In a pipeline, the first two rows count once per tick for the parameters of a stage, because each
+tick uses them. With 1F1B, parameters that are not sharded over the batch are an exception: the
+stage adds up their gradients and reduces them once. If layers are blocks of a list, blocks also
+move to their stages, and their gradients back.
 
-From other modules: `Arguments` are those of the step (``tokens`` of the batch, ``layers`` of
-stacks, ``experts``), `Axes` the names of mesh axes by their roles, a `ShardingRow` says how one
-array of a module is sharded, a `Schedule` how a pipeline runs.
+Gradients are reduced within slices first, then between slices. What stages send goes over the
+slower network if there are different slices along the axis for stages. The number of features that
+go between stages, and for attention, is taken to be the number of elements of the smallest
+parameter of a layer, for example the scale of a norm.
+
+From other modules: `Arguments` holds the arguments of the step (``tokens`` of the batch, ``layers``
+of stacks, ``experts``). `Axes` has the names of mesh axes by their roles; `Axes.in_mesh` returns
+the names that a mesh has. A `ShardingRow` says how one array of a module is sharded, and a
+`Schedule` says how a pipeline runs. `spec_and_mesh` returns None for None.
 """
 
 from __future__ import annotations
@@ -56,13 +60,14 @@ from .candidates import SHARDING, Arguments, Axes, Candidate, split_name
 class Products(NamedTuple):
     """The matrix products and convolutions of a step, on all devices together."""
 
-    flops: float = 0.0  # a conditional counts its largest branch
-    accessed: float = 0.0  # the bytes of their operands and results, likewise
-    least: float = 0.0  # the flops; a conditional counts its smallest branch
-    is_narrow: bool = False  # whether any is of 8-bit numbers, which may have a higher peak rate
+    flops: float = 0.0  # floating-point operations, with the largest branch of each conditional
+    accessed: float = 0.0  # bytes of operands and results, with the same branches
+    least: float = 0.0  # floating-point operations, with the smallest branch of each conditional
+    # Whether any product has 8-bit operands, for which the peak rate may be higher.
+    is_narrow: bool = False
 
     def times(self, count: float) -> Products:
-        """Returns the products of so many runs."""
+        """Returns the products of ``count`` runs."""
         return Products(
             self.flops * count, self.accessed * count, self.least * count, self.is_narrow
         )
@@ -70,7 +75,8 @@ class Products(NamedTuple):
     def least_seconds(self, devices: int, hardware: Hardware) -> float:
         """Returns a lower bound of a step's time: its products at the peak rate of all devices."""
         rates: list[float | None] = [hardware.flops]
-        if self.is_narrow:  # for a bound, all products count as narrow if some are
+        # The bound is valid only if all products count as narrow where some of them are.
+        if self.is_narrow:
             rates += [hardware.int8_flops, hardware.fp8_flops]
         return self.least / devices / max(filter(None, rates))
 
@@ -83,21 +89,24 @@ def products_of(
     Args:
       fun: the step.
       args: its arguments.
-      options: those of jit.
-      axes: the names of mesh axes by their roles, all of which the step may name.
+      options: the options of ``jit``.
+      axes: the names of mesh axes by their roles. The step may name all of these axes.
 
     Returns:
       The products; None if the step cannot be traced for one device.
     """
     sizes = {name: 1 for names in axes for name in names}  # one device along each axis
-    for kind in (AxisType.Auto, AxisType.Explicit):  # the step may only be written for one
+    # A step may be written for axes of one type only, so the second type is tried, too.
+    for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = make_mesh(sizes, kind, devices=jax.devices()[:1])
         try:
             with jax.set_mesh(mesh):
                 traced = jit(fun, mesh=mesh, **options).trace(*args)
-                # The compiler drops equations whose results are not used, too.
+                # The compiler drops equations whose results are not used, so they do not count.
                 return products_in(_compat.used_equations(traced._stage.jaxpr))
-        except Exception:  # it may need several devices; each candidate says what fails for it
+        # The step may need several devices. An error of the step itself is not lost, because
+        # lowering the candidates raises it again.
+        except Exception:
             continue
     return None
 
@@ -105,22 +114,22 @@ def products_of(
 def products_in(equations: Iterable[JaxprEqn]) -> Products:
     """Sums the products of equations and of the jaxprs in them.
 
-    The body of a ``scan`` counts for each iteration, that of a ``while`` loop once, because the
-    number of its iterations is unknown. All other operations are left out, as products dominate
-    the time of a model.
+    The body of a ``scan`` counts for each iteration. The body of a ``while`` loop counts once,
+    because the number of iterations is unknown. All other operations are left out, because products
+    dominate the time of a model.
     """
-    parts = list[Products]()
+    summands = list[Products]()
     for equation in equations:
         name, params = equation.primitive.name, equation.params
         operands: list[Any] = [x.aval for x in equation.invars]
         results: list[Any] = [x.aval for x in equation.outvars]
         if flops := _product_flops(name, params, [*operands, *results]):
-            parts.append(
+            summands.append(
                 Products(
                     flops=flops,
                     accessed=sum(_size(array) for array in (*operands, *results)),
                     least=flops,
-                    # Both factors; more operands are sizes of groups.
+                    # The first two operands are the factors; further ones are sizes of groups.
                     is_narrow=all(array.dtype.itemsize == 1 for array in operands[:2]),
                 )
             )
@@ -129,30 +138,30 @@ def products_in(equations: Iterable[JaxprEqn]) -> Products:
         if called and name == "cond":  # one of the branches runs
             largest = max(called, key=lambda branch: branch.flops)
             called = [largest._replace(least=min(branch.least for branch in called))]
-        if name == "while":  # its body need not run
-            called = [part._replace(least=0.0) for part in called]
+        if name == "while":  # the body may run zero times
+            called = [body._replace(least=0.0) for body in called]
         num_runs = params.get("length", 1)  # only a scan has this parameter
-        parts += [part.times(num_runs) for part in called]
+        summands += [body.times(num_runs) for body in called]
     return Products(
-        flops=sum(part.flops for part in parts),
-        accessed=sum(part.accessed for part in parts),
-        least=sum(part.least for part in parts),
-        is_narrow=any(part.is_narrow for part in parts),
+        flops=sum(products.flops for products in summands),
+        accessed=sum(products.accessed for products in summands),
+        least=sum(products.least for products in summands),
+        is_narrow=any(products.is_narrow for products in summands),
     )
 
 
 def _size(aval: Any) -> int:
-    """Returns the bytes of a value; 0 for one that is no array, such as a token."""
+    """Returns the bytes of a value; 0 for a value that is no array, such as a token of effects."""
     return math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "shape") else 0
 
 
 def _product_flops(name: str, params: Mapping[str, Any], arrays: Sequence[Any]) -> float:
-    """Counts the flops of a primitive that is a product; 0 for others.
+    """Counts the flops of a product or convolution; returns 0 for other primitives.
 
     Args:
       name: the name of the primitive.
-      params: its parameters.
-      arrays: the avals of its operands and then of its result.
+      params: the parameters of the equation.
+      arrays: the avals of the operands, then the aval of the result.
     """
     if name == "dot_general":
         lhs, *_, result = arrays
@@ -166,9 +175,9 @@ def _product_flops(name: str, params: Mapping[str, Any], arrays: Sequence[Any]) 
         numbers = params["ragged_dot_dimension_numbers"]
         (contracting, _), _ = numbers.dot_dimension_numbers  # the dimensions of lhs
         contracted = float(math.prod(lhs.shape[dimension] for dimension in contracting))
-        # If groups divide rows, each row of the result is one product with a matrix of its group,
-        # as in `dot_general`. If they divide the dimension that is summed over, the result has one
-        # matrix for each group, and each sums only over its own part.
+        # If groups divide the rows of lhs, each row is multiplied with the matrix of its group, so
+        # the flops are those of `dot_general`. If groups divide the contracted dimension, the
+        # result has one matrix for each group, which is a sum over the part of this group only.
         if {*numbers.lhs_ragged_dimensions} <= {*contracting}:
             contracted /= group_sizes.shape[-1]
         return float(2 * math.prod(result.shape) * contracted)
@@ -178,18 +187,18 @@ def _product_flops(name: str, params: Mapping[str, Any], arrays: Sequence[Any]) 
 def _convolution_flops(
     params: Mapping[str, Any], lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]
 ) -> float:
-    """Counts the flops of a convolution, by its parameters and the shapes of its arrays.
+    """Counts the flops of a convolution, from its parameters and the shapes of its arrays.
 
     Products with padding, and with the zeros of a dilated input, do not count.
     """
-    # The specs list dimensions: of the input (batch, features, *spatial), of the kernel
-    # (outputs, inputs, *spatial), of the result (batch, features, *spatial).
+    # Each spec lists the dimensions of an array. Input and result: (batch, features, *spatial);
+    # kernel: (outputs, inputs, *spatial).
     numbers = params["dimension_numbers"]
     batch, features = out[numbers.out_spec[0]], out[numbers.out_spec[1]]
-    # The kernel's inputs are those of one group, unlike the input's features.
+    # The kernel has the inputs of one group; the input has the features of all groups.
     products = batch * features * rhs[numbers.rhs_spec[1]]
     for i, stride in enumerate(params["window_strides"]):
-        # For each output along this axis, how many elements of the input are in its window.
+        # `in_window` has the number of elements of the input in the window of each output.
         in_window = elements_in_windows(
             size=lhs[numbers.lhs_spec[i + 2]],
             kernel=rhs[numbers.rhs_spec[i + 2]],
@@ -207,36 +216,39 @@ class Prediction(NamedTuple):
     """What a candidate needs on one device."""
 
     arguments: int  # bytes, without the padding of tiles
-    sent_within: float  # bytes that it sends in a step, within slices
-    sent_between: float  # and between them
-    slowdown: float  # by stages of a pipeline that wait: 1.5 if a step takes 1.5 times as long
-    key: Any  # equal for candidates that shard everything alike
+    sent_within: float  # bytes that a device sends within slices in a step
+    sent_between: float  # bytes that a device sends between slices in a step
+    # The factor by which stages of a pipeline that wait make a step longer: 1.5 for a step that
+    # takes 1.5 times as long.
+    slowdown: float
+    key: Any  # a value that is equal for candidates that shard everything alike
 
     def seconds(
         self, products: Products | None, devices: int, hardware: Hardware
     ) -> dict[str, float]:
-        """Predicts the seconds that a step takes for each resource alone.
+        """Predicts the seconds that each resource alone takes in a step, by its name.
 
-        The largest is the time of a step if all communication is hidden, the sum if none is.
+        A step takes as long as the largest of these if compute hides all communication, and as long
+        as their sum if nothing is hidden.
 
         Args:
-          products: those of the step, on all devices together; None if they are unknown.
+          products: the products of the step, on all devices together; None if they are unknown.
           devices: the number of devices.
           hardware: the rates.
         """
         products = products or Products()
-        within = self.sent_within / hardware.interconnect_bandwidth
-        # Arguments are read and written once.
+        seconds_within_slices = self.sent_within / hardware.interconnect_bandwidth
+        # A step reads and writes its arguments once.
         accessed = 2 * self.arguments + products.accessed / devices
         return {
             "compute": products.flops / devices * self.slowdown / hardware.flops,
             "memory": accessed / hardware.memory_bandwidth,
-            # Two networks, which can be used at the same time.
-            "interconnect": max(within, self.seconds_between_slices(hardware)),
+            # The two networks can be used at the same time, so the slower one counts.
+            "interconnect": max(seconds_within_slices, self.seconds_between_slices(hardware)),
         }
 
     def seconds_between_slices(self, hardware: Hardware) -> float:
-        """Predicts how long slices send to each other."""
+        """Predicts the seconds for what slices send to each other."""
         bandwidth = hardware.network_bandwidth or hardware.interconnect_bandwidth
         return self.sent_between / bandwidth
 
@@ -248,20 +260,20 @@ def predict(
 
     Args:
       candidate: the candidate, with its shardings.
-      arguments: those of the step.
+      arguments: the arguments of the step.
       axes: the names of mesh axes by their roles.
       num_slices: the number of slices of TPUs that the devices are on.
 
     Raises:
-      ValueError: a spec does not fit.
+      ValueError: a spec does not fit the array that it is for.
     """
     sums = _Sums(candidate, arguments, axes, num_slices)
 
     def is_single(sharding: Any) -> bool:
-        """Whether it is the sharding of a whole argument, although it is a pytree to JAX."""
+        """Tells whether a sharding is a leaf, although JAX may take it for a pytree."""
         return sharding is None or isinstance(sharding, StateSharding)
 
-    # Each sharding is added with its argument, or with the part of an argument that it is for.
+    # `add` gets each sharding with its argument, or with the part of an argument that it is for.
     jax.tree.map(sums.add, candidate.in_shardings, arguments.args, is_leaf=is_single)
     schedule = sums.schedule
     return Prediction(
@@ -274,55 +286,58 @@ def predict(
 
 
 class _Sums:
-    """The sums over all arguments; the formulas are at the top of this file.
+    """Sums what a candidate needs over all arguments, by the formulas at the top of this file.
 
-    A *row* (`ShardingRow`) is one array of a module: its ``path``, ``shape``, ``spec``, and its
-    ``bytes_total``, and ``bytes_per_device``.
+    A *row* (`ShardingRow`) describes one array of a module: its ``path``, ``shape``, ``spec``,
+    ``bytes_total`` and ``bytes_per_device``.
 
     Attributes:
-      arguments: those of the step, with what is known of their batch and models.
+      arguments: the arguments of the step, with what is known of their batch and models.
       axes: the names of mesh axes by their roles.
-      styles: those of the candidate's strategy for layers, such as ``tensor``.
+      styles: the styles for layers of the candidate's strategy, such as ``tensor``.
       mesh: a mesh of the candidate's sizes, without devices.
-      bytes: of the arguments on one device, so far.
-      sent_within: the bytes that one device sends within slices, so far.
-      sent_between: those that it sends between slices.
-      key: the sizes of the mesh, and then which axes shard each array that was added, with its
-        memory. Candidates with equal keys compile to equal programs, so one of them is enough.
-      sizes: of the mesh axes with more than one device.
+      bytes: the bytes of the added arguments on one device.
+      sent_within: the bytes that one device sends within slices, for the added arguments.
+      sent_between: the bytes that one device sends between slices, for the added arguments.
+      key: the sizes of the mesh; then, for each added array, the axes that shard it and the kind of
+        its memory. Candidates with equal keys compile to equal programs, so one of them is enough.
+      sizes: name → size, for the mesh axes with more than one device.
       crossing: the mesh axes along which there are different slices.
-      tokens: of the batch, on one device.
-      schedule: that of the pipeline of a model that was added, if it has one.
+      tokens: the tokens of the batch on one device.
+      schedule: the schedule of a pipeline in the added models; None without a pipeline.
     """
 
     def __init__(self, candidate: Candidate, arguments: Arguments, axes: Axes, num_slices: int):
         self.arguments, self.axes = arguments, axes
         _, self.styles = split_name(candidate.strategy)
         names, sizes = zip(*candidate.sizes.items(), strict=True)
-        # Without devices, which shapes do not need.
+        # Shapes of shards do not depend on devices, so the mesh has none.
         self.mesh = AbstractMesh(sizes, names, (AxisType.Auto,) * len(names))
         self.sizes = {axis: size for axis, size in candidate.sizes.items() if size > 1}
         self.crossing = axes.between_slices(candidate.mesh, num_slices)
         self.bytes, self.sent_within, self.sent_between = 0, 0.0, 0.0
         self.schedule: Schedule | None = None
         self.key: list[Any] = [tuple(self.sizes.items())]
-        # All of these axes divide the batch, by rows or by positions.
+        # Each of these axes divides either the rows or the positions of the batch.
         self.tokens = arguments.tokens / self._num_devices("replica", *SHARDING)
 
     def _num_devices(self, *roles: str) -> int:
-        """Counts the devices along the axes of these roles."""
+        """Returns the number of devices along the axes of these roles."""
         return self._product(self.axes.in_mesh(self.sizes, *roles))
 
     def _product(self, axes: Iterable[str]) -> int:
-        """Multiplies the sizes of axes."""
+        """Returns the product of the sizes of axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def add(self, sharding: StateSharding | Sharding | PartitionSpec | None, part: Any) -> None:
-        """Adds an argument, or a part of one that has its own sharding.
+        """Adds an argument, or a part of an argument that has its own sharding, to all sums.
 
         Args:
-          sharding: of a module or an optimizer, or of arrays outside of them; None to replicate.
-          part: the argument.
+          sharding: the sharding of ``part``; None replicates it.
+          part: a module or an optimizer with a `StateSharding`, or else a pytree of arrays.
+
+        Raises:
+          ValueError: a spec does not fit the array that it is for.
         """
         if not isinstance(sharding, StateSharding):
             self._add_arrays(sharding, part)
@@ -332,15 +347,17 @@ class _Sums:
             raise ValueError("these specs do not fit: " + "; ".join(faults))
         self.bytes += sum(row.bytes_per_device for row in rows if not _is_on_host(row))
         self.key += [tuple((*self._axes_of_row(row), row.memory_kind) for row in rows)]
-        self.key.append(sharding.activations)  # candidates may differ in these only
-        if isinstance(part, nnx.Optimizer):  # its state is updated where it is: nothing is sent
+        # Candidates may differ in the shardings of activations only.
+        self.key.append(sharding.activations)
+        # Devices update the state of an optimizer where it is, so they send nothing for it.
+        if isinstance(part, nnx.Optimizer):
             return
-        self._add_layers(sharding, rows)  # first, as it sets the schedule that parameters need
+        self._add_layers(sharding, rows)  # sets `schedule`, so this call is before the loop
         for row in rows:
             self._add_parameter(row)
 
     def _add_arrays(self, sharding: Sharding | PartitionSpec | None, part: Any) -> None:
-        """Adds the arrays of a pytree outside of modules, such as the batch, which are not sent."""
+        """Adds the memory of arrays outside of modules, such as the batch; they are not sent."""
         spec, mesh = spec_and_mesh(sharding, self.mesh) or (PartitionSpec(), self.mesh)
         for array in jax.tree.leaves(part):
             if hasattr(array, "shape"):
@@ -353,55 +370,56 @@ class _Sums:
         """Adds what goes from layer to layer in a pipeline, and for attention over a sequence.
 
         Args:
-          sharding: that of a model, which declares how its modules run: the ``schedule`` of a
-            declaration is a pipeline's, or how attention exchanges positions, or None.
-          rows: those of its parameters.
+          sharding: the sharding of a model. It declares how modules run: the ``schedule`` of a
+            declaration is the schedule of a pipeline, or says how attention exchanges positions
+            (`OverSequence`), or is None.
+          rows: the rows of the parameters of the model.
         """
         declared = sharding.activations.shardings if sharding.activations else ()
-        schedules = [x.schedule for x in declared]
+        schedules = [declaration.schedule for declaration in declared]
         pipeline = next((x for x in schedules if isinstance(x, Schedule)), None)
-        # The bytes of each parameter in one layer, and of all that moves to other stages.
+        # `bytes_in_layer` has the bytes of each parameter in one layer.
         in_stacks = [row for row in rows if row.shape[:1] and row.shape[0] in self.arguments.layers]
         bytes_in_layer = [row.bytes_total / row.shape[0] for row in in_stacks]
         block_bytes = 0.0
         if pipeline is not None and not in_stacks:
-            # The layers are blocks of a list, each with parameters of its own, which are those that
-            # the pipeline shards over stages. Before a step, blocks move to the stages that run
-            # them; layers of a stack are there already.
+            # The layers are blocks of a list, and each block has its own parameters. These are the
+            # parameters that the pipeline shards over stages. In a step, blocks first move to the
+            # stages that run them. Layers of a stack need not move: each stage holds its layers.
             stages = {*self.axes.in_mesh(self.sizes, "stage")}
             for row in rows:
                 if not stages.isdisjoint(itertools.chain(*self._axes_of_row(row))):
                     bytes_in_layer.append(row.bytes_total)
             block_bytes = sum(bytes_in_layer)
-        # The bytes of a token between two layers: as many as the smallest parameter of a layer,
-        # such as the scale of a norm, has.
+        # The bytes of a token between two layers are taken to be the bytes of the smallest
+        # parameter of a layer, for example the scale of a norm.
         per_token = min(bytes_in_layer, default=0.0)
         if pipeline is not None:
             self.schedule = pipeline
             self._add_stages(pipeline, per_token, block_bytes)
-        # Without a declared method, positions that are sharded are taken to go around a ring.
+        # If no method is declared, keys and values are taken to go around a ring.
         method = next((x.method for x in schedules if isinstance(x, OverSequence)), "ring")
         self._add_contexts(method, per_token)
 
     def _add_stages(self, schedule: Schedule, per_token: float, block_bytes: float) -> None:
-        """Adds what the devices of a pipeline send each other; each of them is one stage.
+        """Adds what the stages of a pipeline send each other.
 
         Args:
-          schedule: that of the pipeline.
+          schedule: the schedule of the pipeline.
           per_token: the bytes of a token between two layers.
-          block_bytes: those of the parameters of all blocks of a list, whose arrays are divided
-            over the stages, and gathered where they run; 0 for a stack.
+          block_bytes: the bytes of the parameters of all blocks of a list. Each array is divided
+            over the stages, and gathered on the stage that runs its block. 0 for a stack.
         """
-        # A stage runs its share of the blocks. Of their arrays, it has its share again, and gets
-        # the rest from the other stages.
+        # A stage runs ``1 / stages`` of the blocks. It holds ``1 / stages`` of each array of these
+        # blocks, and gets the remaining parts from the other stages.
         blocks_of_stage = block_bytes / schedule.stages
         gathered = blocks_of_stage * (1 - 1 / schedule.stages)
-        # In each tick, also while a stage waits, a microbatch goes to the next stage. At the end,
-        # the last stage sends the results of the whole batch to all.
+        # A microbatch goes to the next stage in each tick, even while the stage waits. At the end,
+        # the last stage sends the results of the whole batch to all stages.
         batch_bytes = self.tokens * per_token
         microbatch_bytes = batch_bytes / schedule.microbatches
         activations = schedule.ticks * microbatch_bytes + batch_bytes
-        # The backward pass sends the gradients of all this in the other direction.
+        # The backward pass sends as many bytes of gradients in the other direction.
         sent = 2 * (gathered + activations)
         if {*self.axes.in_mesh(self.sizes, "stage")} & self.crossing:
             self.sent_between += sent
@@ -412,57 +430,61 @@ class _Sums:
         """Adds what attention over a sharded sequence sends.
 
         Args:
-          method: how it exchanges keys and values, a key of `CONTEXT_ROUNDS`.
+          method: how attention exchanges keys and values, a key of `CONTEXT_ROUNDS`.
           per_token: the bytes of a token between two layers.
         """
         devices = self._num_devices("context")
         if devices == 1:
             return
-        layers = max(self.arguments.layers, default=0)  # of the longest stack
+        layers = max(self.arguments.layers, default=0)  # the length of the longest stack
         rounds = CONTEXT_ROUNDS[method](devices)
-        # All-to-all may be within one axis, with a ring over another: no rounds for one device.
+        # With all_to_all over one axis, a ring may run over another axis. A ring of one device has
+        # no rounds.
         rounds += CONTEXT_ROUNDS["ring"](self._num_devices("ring"))
-        # In a round, keys and values of all tokens are sent: two arrays.
+        # A round sends two arrays, the keys and the values of all tokens.
         keys_and_values = 2 * self.tokens * per_token
         self.sent_within += keys_and_values * rounds * layers
 
     def _axes_of_row(self, row: ShardingRow) -> tuple[tuple[str, ...], ...]:
-        """Lists the axes that shard each dimension, without those of size 1."""
+        """Lists the axes that shard each dimension of a row, without axes of size 1."""
         spec = row.spec if isinstance(row.spec, PartitionSpec) else PartitionSpec()
         return self._axes_by_dimension(spec, row.shape)
 
     def _axes_by_dimension(
         self, spec: PartitionSpec, shape: Sequence[int]
     ) -> tuple[tuple[str, ...], ...]:
-        """Lists the axes of a spec for each dimension of a shape, without those of size 1."""
+        """Lists the axes of a spec for each dimension of a shape, without axes of size 1."""
         entries = pad_entries(spec, len(shape))
         return tuple(tuple(axis for axis in axes_of(x) if axis in self.sizes) for x in entries)
 
     def _add_parameter(self, row: ShardingRow) -> None:
         """Adds what is sent for one parameter, and for the activations around a kernel.
 
-        Names are those of the formulas at the top of this file: ``held`` is b, ``shards`` is s and
-        ``devices`` is n.
+        The formulas at the top of this file call ``held`` b, ``shards`` s and ``devices`` n.
         """
-        if "float" not in row.dtype or not row.shape:  # it has no gradient, or hardly one
+        # Only floats have gradients, and the gradient of a scalar hardly counts.
+        if "float" not in row.dtype or not row.shape:
             return
         axes_of_dims = self._axes_of_row(row)
-        over = {axis for axes in axes_of_dims for axis in axes}  # all axes that shard it
-        # The axes that shard it during the whole step. An axis for experts is one of these only for
-        # the dimension of experts: it shards other parameters as an axis for data.
+        sharding_axes = {axis for axes in axes_of_dims for axis in axes}
+        # `expert`, `stage` and `model` are the axes that shard the parameter during the whole step.
+        # An axis for experts belongs to `expert` only if it shards the dimension of experts,
+        # because it shards other parameters in the way of an axis for data.
         expert: set[str] = set()
         if "expert" in self.styles:
             for axes, size in zip(axes_of_dims, row.shape, strict=True):
                 if size == self.arguments.experts:
                     expert |= {*axes} & {*self.axes.expert}
-        stage, model = {*self.axes.stage} & over, {*self.axes.model} & over
+        stage = {*self.axes.stage} & sharding_axes
+        model = {*self.axes.model} & sharding_axes
         held: float = row.bytes_total / self._product(expert | stage | model)
-        # The axes along which devices use the same parameter for different tokens: these gather it
-        # and reduce its gradient, first within slices, then what that leaves between them.
+        # Devices along the axes `data` use the same parameter for different tokens. They gather the
+        # parameter and reduce its gradient, within slices first. Between slices, only the shards
+        # that are left are sent.
         data = {*self.axes.in_mesh(self.sizes, "replica", *SHARDING)} - expert
-        sent = []
+        sent = list[float]()  # bytes within slices, bytes between slices
         for level in (data - self.crossing, data & self.crossing):
-            shards, devices = self._product(level & over), self._product(level)
+            shards, devices = self._product(level & sharding_axes), self._product(level)
             gathers_and_scatter = 3 * held * (1 - 1 / shards)
             all_reduce = 2 * held / shards * (1 - shards / devices)
             sent.append(gathers_and_scatter + all_reduce)
@@ -470,9 +492,9 @@ class _Sums:
         within, between = sent
         times = 1
         if self.schedule is not None and stage:
-            # The layers of a stage are used in each tick. But 1F1B, which interleaves forward and
-            # backward, adds up the gradients of what is not sharded over data, to reduce them once.
-            is_reduced_once = self.schedule.interleaves and data.isdisjoint(over)
+            # Each tick uses the layers of a stage. But 1F1B (``interleaves``) adds up the gradients
+            # of parameters that are not sharded over `data`, and reduces them once.
+            is_reduced_once = self.schedule.interleaves and data.isdisjoint(sharding_axes)
             times = 1 if is_reduced_once else self.schedule.ticks
         self.sent_within += times * within
         self.sent_between += times * between
@@ -498,13 +520,14 @@ class _Sums:
 
         Args:
           row: the kernel, or a stack of kernels: (layers, *kernel).
-          axes_of_dims: the axes that shard each of its dimensions.
+          axes_of_dims: the axes that shard each dimension of ``row``.
           expert: the axes for experts that shard it. If there are some, tokens go to the experts.
-          model: the axes for tensor parallelism that do.
+          model: the axes for tensor parallelism that shard it.
           num_stages: the number of stages that the stack is divided over.
         """
         kernel, axes_of_kernel, layers = row.shape, axes_of_dims, 1.0
-        if row.shape[0] in self.arguments.layers:  # a stack, of which each stage runs its part
+        # If the row is a stack, each stage runs its part of the layers.
+        if row.shape[0] in self.arguments.layers:
             kernel, axes_of_kernel = row.shape[1:], axes_of_dims[1:]
             layers = row.shape[0] / num_stages
         if expert:
@@ -519,8 +542,8 @@ class _Sums:
         self.sent_within += self.tokens * bytes_per_token * to_others
 
 
-# Of a usual mixture of experts: each token goes to two experts, which are gated MLPs. Their kernels
-# are "gate", "up" and "down".
+# The model is taken to be a usual mixture of experts: each token goes to two experts, and an expert
+# is a gated MLP with the kernels "gate", "up" and "down".
 _EXPERTS_PER_TOKEN = 2
 _KERNELS_PER_EXPERT = 3
 
@@ -528,12 +551,12 @@ _KERNELS_PER_EXPERT = 3
 def _elements_to_experts(kernel: Sequence[int]) -> float:
     """Counts the elements that a token sends in a step, for one kernel of its experts.
 
-    A token goes to its experts and comes back, forward and backward. All kernels of an expert use
-    the same token, so each counts a third of that.
+    A token goes to its experts and comes back, in the forward and in the backward pass. The three
+    kernels of an expert share this traffic, so each kernel counts a third of it.
 
     Args:
-      kernel: the shape (experts, in, out). The smaller one of in and out is the width of a token;
-        the larger one is the hidden width of an expert, which is not sent.
+      kernel: the shape (experts, in, out). The smaller number of in and out is taken for the width
+        of a token. The larger number is the hidden width of an expert, and is not sent.
     """
     width = min(kernel[-2:])
     there_and_back, forward_and_backward = 2, 2
@@ -546,14 +569,15 @@ def _elements_in_all_reduce(
 ) -> float:
     """Counts the elements that a token sends in a step, for a kernel with tensor parallelism.
 
-    If the kernel (in, out) is sharded along ``in``, its outputs are partial sums, all-reduced in
-    the forward pass. If it is along ``out``, the gradients of its inputs are, in the backward pass.
-    So the dimension that is not sharded has the features that are sent.
+    If the kernel (in, out) is sharded along ``in``, its outputs are partial sums, and the forward
+    pass all-reduces them. If the kernel is sharded along ``out``, the gradients of its inputs are
+    partial sums, and the backward pass all-reduces them. So the dimension that is not sharded is
+    the number of elements that are sent.
 
     Args:
-      kernel: its shape. There may be several dimensions of inputs or outputs, such as (width,
-        heads, head_dim) with sharded heads: the largest one that is not sharded counts.
-      axes_of_kernel: the axes that shard each dimension.
+      kernel: the shape of the kernel. There may be several dimensions of inputs or outputs, such as
+        (width, heads, head_dim) with sharded heads. Then the largest unsharded dimension counts.
+      axes_of_kernel: the axes that shard each dimension of the kernel.
       model: the axes for tensor parallelism.
     """
     unsharded = [
@@ -567,12 +591,13 @@ def _is_on_host(sharding: Any) -> bool:
     return "host" in (getattr(sharding, "memory_kind", None) or "")
 
 
-# How often keys and values, or as many bytes, are sent in a step by so many devices.
+# Method of attention → a function of the number of devices. It returns how often a device sends as
+# many bytes as the keys and values have, in one step.
 CONTEXT_ROUNDS: dict[str, Callable[[int], float]] = {
-    # Forward, and backward again, with their gradients.
+    # Keys and values in the forward pass; in the backward pass, them again and their gradients.
     "ring": lambda devices: 3 * (devices - 1),
-    # Queries, keys, values and outputs, which are twice as much, and the gradients of all.
+    # Queries, keys, values and outputs, twice the bytes of keys and values; and all gradients.
     "all_to_all": lambda devices: 2 * 2 * (1 - 1 / devices),
-    # Keys and values forward, and their gradients backward.
+    # Keys and values in the forward pass, and their gradients in the backward pass.
     "all_gather": lambda devices: 2 * (devices - 1),
 }
