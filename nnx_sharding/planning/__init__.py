@@ -1,4 +1,4 @@
-"""Choosing meshes and strategies before there are devices."""
+"""Choose meshes and strategies before there are devices."""
 
 from .calibration import calibrate
 from .plan import plan

@@ -1,17 +1,18 @@
-"""Runs candidates of a plan on the devices at hand, which tells what no roofline counts.
+"""Runs candidates of a plan on the devices at hand, because no roofline counts everything.
 
 Caches and devices that wait for each other decide between candidates whose estimates are close. So
-the first few run in rounds, in which all take turns, in another order each time: what else the
-machine does meets all of them alike. The first round compiles them, and does not count.
+the first few candidates run in rounds, in which all take turns, in another order in each round.
+Other work of the machine then slows all candidates alike. The first round compiles the candidates,
+and does not count.
 
-In its turn, a candidate gets arguments of zeros that are made where they belong, and that are
-dropped at the end: only the arrays of one candidate are in memory at a time. Zeros are valid tokens
-and keys. What depends on values is that for zeros, such as how long a ``while_loop`` runs, or which
-experts a router chooses.
+In its turn, a candidate gets arguments of zeros that are made where they belong, and are dropped at
+the end, so only the arrays of one candidate are in memory at a time. Zeros are valid tokens and
+keys. If the work of a step depends on values, it is the work for zeros: for example, the number of
+iterations of a ``while_loop``, or the experts that a router chooses.
 
 From other modules: `split` returns the structure of pytrees with modules and a state of their
-arrays, `merge` makes the pytrees again; `place` returns them with the shardings of a candidate; a
-`Failure` holds the text of an error in place of a result.
+arrays, and `merge` makes the pytrees again. `place` returns pytrees with the shardings of a
+candidate. A `Failure` holds the text of an error instead of a result.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from ..transforms.jit import jit
 from ..transforms.split_merge import merge, split
 from .candidates import Candidate
 
-_ROUNDS = 7  # the median counts
-_TURN_S = 0.2  # about as long does a turn last, if that is not less than two calls
-_CALLS = 20  # at most, in one turn
+_ROUNDS = 7  # the number of rounds that count; the result is their median
+_TURN_S = 0.2  # about the seconds of a turn, unless two calls take longer
+_CALLS = 20  # the maximum number of calls in one turn
 
 
 class Runner(NamedTuple):
-    """What runs one candidate."""
+    """A step and its arguments, to run one candidate."""
 
-    step: Callable[..., Any]  # of `jit`, with the shardings of the candidate
-    make_args: Callable[[], tuple[Any, ...]]  # makes zeros on the devices
+    step: Callable[..., Any]  # the step in `jit`, with the shardings of the candidate
+    make_args: Callable[[], tuple[Any, ...]]  # returns arguments of zeros on the devices
     mesh: Mesh
 
     @classmethod
@@ -56,27 +57,28 @@ class Runner(NamedTuple):
         """Makes the runner of a candidate.
 
         Args:
-          candidate: its mesh and its shardings.
+          candidate: the candidate, which has the mesh and the shardings.
           fun: the step.
-          args: its arguments, abstract, which are not changed, nor are the modules in them.
-          options: those of ``jit``, other than mesh and shardings.
+          args: the arguments of the step, abstract. They and the modules in them are not changed.
+          options: the options of ``jit`` other than mesh and shardings.
         """
         mesh, shardings = candidate.mesh, candidate.in_shardings
         step = jit(fun, in_shardings=shardings, mesh=mesh, **options)
-        # The arguments are abstract: they get the shardings of the candidate, and no arrays yet.
+        # The arguments are abstract, so `place` only sets the shardings of the candidate.
         structure, state = split(place(tuple(args), shardings, mesh, copy=True))
         leaves, tree = jax.tree.flatten(state)
-        # By their positions in the leaves; other leaves are numbers, which stay as they are.
+        # Position among the leaves → abstract array. Other leaves are numbers, and stay the same.
         abstract = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
         replicated = NamedSharding(mesh, PartitionSpec())  # for arrays that no strategy shards
-        # One program makes all zeros where they belong. `full_like` also makes PRNG keys.
+        # One program makes all zeros where they belong. It uses `full_like` because that can make
+        # PRNG keys, too.
         make_zeros = jax.jit(
             lambda: {i: jax.lax.full_like(_unplaced(x), 0) for i, x in abstract.items()},
             out_shardings={i: x.sharding or replicated for i, x in abstract.items()},
         )
 
         def make_args() -> tuple[Any, ...]:
-            """Makes the arguments anew, with zeros in all arrays."""
+            """Returns new arguments with zeros in all arrays."""
             zeros = make_zeros()
             arrays = [zeros.get(i, x) for i, x in enumerate(leaves)]
             made: tuple[Any, ...] = merge(structure, jax.tree.unflatten(tree, arrays))
@@ -87,27 +89,29 @@ class Runner(NamedTuple):
     def take_turn(self) -> float:
         """Runs the step a few times with new arguments; returns the mean seconds of a call."""
         args: Any = self.make_args()
-        with jax.set_mesh(self.mesh):  # also for constraints in the step, if it is traced now
-            first = self._mean_seconds(args, calls=1)
-            # A step that is donated arrays, and returns new ones instead of updating a module, can
-            # be called with its arguments only once.
+        # The first call traces the step, and its constraints need the mesh in context.
+        with jax.set_mesh(self.mesh):
+            first_seconds = self._mean_seconds(args, calls=1)
+            # Deleted arrays were donated by a step that returns new arrays instead of updating a
+            # module. Such a step can be called with the same arguments only once.
             if any(x.is_deleted() for x in _arrays(args)):
-                args = None  # so that the memory is free for others
+                args = None  # frees the memory for the new arguments
                 return self._mean_seconds(self.make_args(), calls=1)
-            return self._mean_seconds(args, calls=max(2, min(_CALLS, int(_TURN_S / first))))
+            return self._mean_seconds(args, calls=max(2, min(_CALLS, int(_TURN_S / first_seconds))))
 
     def _mean_seconds(self, args: Any, *, calls: int) -> float:
         """Returns the mean seconds of calls that are in flight together, as in training.
 
         All calls have the same arguments. A step that updates its modules in place finds the new
-        arrays there, also if it has donated the old ones. What it returns is not passed on, so a
-        step that is donated bare arrays can only be called once (`take_turn`).
+        arrays in the modules, even if it has donated the old arrays. The results of a call are not
+        passed to the next call, so a step with donated bare arrays can only be called once
+        (`take_turn`).
         """
         jax.block_until_ready(_arrays(args))
         start = time.perf_counter()
         for _ in range(calls):
             result = self.step(*args)
-        # Donated arrays are deleted, and cannot be waited for.
+        # Donated arrays are deleted, and JAX cannot wait for deleted arrays.
         jax.block_until_ready([x for x in _arrays((result, args)) if not x.is_deleted()])
         return (time.perf_counter() - start) / calls
 
@@ -118,17 +122,17 @@ def run_in_rounds(
     """Runs candidates in rounds in which all take turns.
 
     Args:
-      runners: by the name of the candidate.
-      rounds: how many, besides the first, which compiles.
+      runners: name of a candidate → its runner.
+      rounds: the number of rounds that count. One more round, the first, compiles.
       quiet: whether to show no progress.
 
     Returns:
-      By the name of the candidate: the seconds of a call in each round; or why it failed, after
-      which it does not run again.
+      Name of a candidate → the seconds of a call in each round that counts, or the failure. A
+      candidate that has failed does not run again.
     """
     results: dict[str, list[float] | Failure] = {name: [] for name in runners}
     order, shuffle = [*runners], random.Random(0).shuffle
-    running = [""]  # the name of the candidate that takes its turn
+    running = [""]  # the name of the candidate whose turn it is, for the progress line
     num_turns = (1 + rounds) * len(order)
     with progress("plan: measuring", num_turns, running=lambda: running, quiet=quiet) as advance:
         for number in range(1 + rounds):
@@ -143,7 +147,8 @@ def run_in_rounds(
                     if number > 0:  # the first round compiles
                         times.append(seconds)
                 except Exception as error:
-                    # Without the error itself, whose traceback would keep the arrays in memory.
+                    # The failure holds no error object, because its traceback would keep the arrays
+                    # in memory.
                     text = f"while it ran: {type(error).__name__}: {error}"
                     results[name] = Failure(text)
                 advance(name)
@@ -153,7 +158,7 @@ def run_in_rounds(
 def medians(
     results: Mapping[str, list[float] | Failure],
 ) -> tuple[dict[str, float], dict[str, Failure]]:
-    """Returns the median seconds of each candidate that ran, and why others failed, by name.
+    """Returns two dicts by name: the median seconds of candidates that ran, and the failures.
 
     ``results`` is from :func:`run_in_rounds`.
     """
@@ -163,19 +168,24 @@ def medians(
 
 
 def check_devices(measure: int, meshes: Sequence[Mesh]) -> None:
-    """Raises a ValueError if candidates are to run, and their devices are not of this process.
+    """Raises a ValueError if candidates are to run on devices that this process does not have.
 
-    ``measure`` is the argument of ``plan``, how many are to run; ``meshes`` are all of theirs.
+    Args:
+      measure: the argument of ``plan``: how many candidates are to run.
+      meshes: the meshes of all candidates.
     """
     if not measure:
         return
     own = jax.local_devices()
-    # The kinds of the devices that are not here; one, unless the user named meshes of several.
-    others = {device.device_kind for mesh in meshes for device in {*mesh.devices.flat} - {*own}}
-    if not others:
+    # These are kinds of devices that this process does not have. There are several kinds only if
+    # the user named meshes of several.
+    missing_kinds = {
+        device.device_kind for mesh in meshes for device in {*mesh.devices.flat} - {*own}
+    }
+    if not missing_kinds:
         return
     largest = max(mesh.size for mesh in meshes)
-    needs = f"{largest} × {', '.join(sorted(others))}"
+    needs = f"{largest} × {', '.join(sorted(missing_kinds))}"
     raise_listed(
         ValueError,
         f"plan: measure={measure} runs candidates, but not all of their devices are here:",
@@ -185,7 +195,7 @@ def check_devices(measure: int, meshes: Sequence[Mesh]) -> None:
 
 
 def _unplaced(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype alone: the mesh of a sharding is not in context."""
+    """Returns an abstract array without its sharding, whose mesh is not in context."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
 
 

@@ -1,8 +1,9 @@
-"""What a program needs on each device: by its report, or by the compiler that refused it.
+"""Finds the memory that a program needs on each device, in its report or a compiler's error.
 
-The compiler of CPUs compiles a program of any size, and its report has the peak. That of TPUs
-refuses one that exceeds the memory of a chip, with an error and no report. Both are programs that
-do not fit, and the search treats them alike: as far as the error says what is needed, by that.
+The compiler for CPUs compiles a program of any size, and its report has the peak. The compiler for
+TPUs refuses a program that exceeds the memory of a chip: there is an error and no report. The
+search treats both kinds of programs that do not fit alike, so this module reads the bytes from the
+error, as far as the error says them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class Memory(NamedTuple):
     """The bytes that a program needs on each device."""
 
     arguments: int
-    rest: int | None = None  # besides the arguments, mostly activations; None if unknown
-    is_refused: bool = False  # whether it is from the error of the compiler that refused it
+    rest: int | None = None  # bytes besides the arguments, mostly activations; None if unknown
+    is_refused: bool = False  # whether the compiler refused the program
 
     @property
     def peak(self) -> int | None:
@@ -29,11 +30,11 @@ class Memory(NamedTuple):
 
 
 def memory_of(report: ProgramReport | Failure, arguments: int) -> Memory | None:
-    """Returns what a program needs; None if that is unknown, or it failed for another reason.
+    """Returns the memory of a program; None if unknown, or if it failed for another reason.
 
     Args:
-      report: the report, or the error.
-      arguments: the bytes of its arguments as they were predicted, for a program without a report.
+      report: the report of the program, or its failure.
+      arguments: the predicted bytes of the arguments, which count if there is no report.
     """
     if isinstance(report, Failure):
         return _memory_of_refused(report.error, arguments) if lacks_memory(report) else None
@@ -44,10 +45,10 @@ def memory_of(report: ProgramReport | Failure, arguments: int) -> Memory | None:
 
 
 def lacks_memory(failure: Failure) -> bool:
-    """Whether a program failed as it does not fit the memory of a device, which all arrays share.
+    """Tells whether a program failed because its arrays do not fit the memory of a device.
 
-    A kernel that does not fit the scratch memory of a core (VMEM) is another matter: recomputed
-    activations and smaller batches do not change what it needs.
+    The answer is False for a kernel that does not fit the scratch memory of a core (VMEM), because
+    recomputed activations and smaller batches do not change what the kernel needs.
     """
     return "RESOURCE_EXHAUSTED" in failure.error and not _OF_A_CORE.search(failure.error)
 
@@ -56,22 +57,23 @@ _OF_A_CORE = re.compile(r"CompileTimeScopedVmemOom|memory space [vs]mem\b")
 
 
 def _memory_of_refused(error: str, arguments: int) -> Memory:
-    """Reads what a program needs from the error of the TPU compiler, which has one of two forms.
+    """Reads the memory of a program from the TPU compiler's error, which has one of two forms.
 
-    The arguments are not among the temporaries: a program of a quarter of the batch, which fits,
-    has a peak of a quarter of these and of its arguments.
+    If the error has neither form, ``rest`` is None. The temporaries of the first form do not
+    contain the arguments. This was seen with a quarter of the batch, which fits: its peak is a
+    quarter of these temporaries, plus its arguments.
     """
     if temporaries := temporaries_needed(error):
         return Memory(arguments, temporaries, is_refused=True)
-    if used := _USED.search(error):  # by all arrays
+    if used := _USED.search(error):  # this form has the bytes of all arrays
         return Memory(arguments, max(_bytes(used[1]) - arguments, 0), is_refused=True)
     return Memory(arguments, is_refused=True)
 
 
 def temporaries_needed(error: str) -> int | None:
-    """Reads the bytes of temporaries from the TPU compiler's error; None if it is another one."""
-    found = _TEMPORARIES.search(error)
-    return None if found is None else _bytes(found[1])
+    """Reads the bytes of temporaries from the TPU compiler's error; None for other errors."""
+    match = _TEMPORARIES.search(error)
+    return None if match is None else _bytes(match[1])
 
 
 # "the total memory required for HLO temporaries (40.01G) exceeds available HBM (15.75G)"
@@ -81,5 +83,5 @@ _USED = re.compile(r"Used ([\d.]+[KMGT]?) of [\d.]+[KMGT]? hbm")
 
 
 def _bytes(size: str) -> int:
-    """Reads a size as XLA writes it, whose G is a GiB."""
+    """Reads the bytes of a size in the notation of XLA, where G is a GiB."""
     return read_bytes(f"{size}iB" if size[-1].isalpha() else size)

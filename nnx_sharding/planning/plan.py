@@ -3,21 +3,27 @@
 A *candidate* is a chain of strategies on a mesh for a variant of the step. There may be thousands,
 and compiling one takes seconds to minutes, so the search is best-first, with a bound:
 
- 1. **Predict.** The shardings of each candidate are made from shapes. What it holds follows from
-    them, and roughly what it sends; what it computes from one trace of the step (predictions.py).
-    Ruled out are candidates that raise an error, that shard everything like an earlier one, and
-    whose arguments alone exceed the memory.
- 2. **Compile** the candidate with the shortest predicted time, several side by side. What was
-    compiled corrects the predictions of the others, and if nothing fits, candidates with small
-    arguments are preferred (`Search.pick`).
- 3. **Bound.** The products of a step at the peak rate of all devices take no less time on any
-    candidate. Those whose bound is no less than the best time are not compiled.
- 4. **Rank** by the roofline of what was compiled; then by bytes sent and by memory.
- 5. **Measure** the first few, if the user asks for it and their devices are at hand. These then
-    rank first, by their times (measuring.py).
+ 1. **Predict.** The shardings of each candidate are made from shapes. The bytes that a candidate
+    holds follow from the shardings, and so does a rough estimate of the bytes that it sends. The
+    products that it computes follow from one trace of the step (predictions.py). Candidates are
+    ruled out if they raise an error, if they shard everything like an earlier candidate, or if
+    their arguments alone exceed the memory.
+ 2. **Compile** the candidate with the shortest predicted time, several candidates side by side. The
+    compiled programs correct the predictions of the other candidates. If nothing fits, candidates
+    with small arguments are preferred (`Search.pick`).
+ 3. **Bound.** No candidate takes less time than the products of the step at the peak rate of all
+    devices. A candidate is not compiled if this bound is no less than the best time.
+ 4. **Rank** the compiled candidates by their roofline, then by bytes sent, then by memory.
+ 5. **Measure** the first few candidates, if the user asks for it and the devices are at hand. The
+    measured candidates then rank first, by their times (measuring.py).
 
-Without the last step, the result is the best of what was compiled by an estimate. How much better
-another candidate can be, by the bound, is `PlanningResult.gap`.
+Without the last step, the result is the best of the compiled candidates by an estimate.
+`PlanningResult.gap` says how much better another candidate can be, by the bound.
+
+From other modules: `prepare` does step 1, and returns the `Search`. `compile_all` compiles the
+programs that `Search.pick` chooses, and returns a `Comparison` of their reports. `Comparison.fits`
+returns None if the memory of a program is unknown. `is_of_compiler` tells errors of the compiler
+from errors of the step.
 """
 
 from __future__ import annotations
@@ -53,17 +59,17 @@ class PlanningResult(Pictured):
     """The result of :func:`plan`. ``print`` shows all candidates, best first, and a recipe.
 
     Attributes:
-      comparison: the reports of the candidates that were compiled, best first, and why the others
-        were not. It can be saved, and shown as a page.
+      comparison: the reports of the candidates that were compiled, best first, and the reasons why
+        the others were not compiled. You can save it, and show it as a page.
       candidates: the candidates that were compiled, by name.
-      least: a lower bound, in seconds, of the time of each candidate that may fit, but was not
-        compiled, or whose time is unknown: the products of the step at the peak rate of all
-        devices. If some were measured, the time of the others is unknown. Infinite if there is
-        none; None if the hardware is unknown, or the products are.
-      remedies: if none fits, what would, by estimates for one change at a time: devices, remat,
-        microbatches, offload, batch.
-      predicted: the time of each candidate that may fit, compiled or not, as it was predicted from
-        shapes: in seconds, if all communication is hidden behind compute, and if none is.
+      least: a lower bound, in seconds, of the times that are not known: the products of the step at
+        the peak rate of all devices. A time is not known if the candidate may fit, but was not
+        compiled, or has no estimate. If some candidates were measured, the times of all others are
+        not known. Infinite if all times are known; None if the hardware or the products are not.
+      predicted: for each candidate that may fit, compiled or not, two times in seconds that were
+        predicted from shapes: if compute hides all communication, and if it hides none.
+      remedies: if no candidate fits, lines that say what would fit, by estimates for one change at
+        a time: devices, remat, microbatches, offload, batch.
 
     Example: two candidates side by side, and what differs between their programs.
       >>> import jax
@@ -103,10 +109,10 @@ class PlanningResult(Pictured):
 
     @property
     def best(self) -> Candidate | None:
-        """The best candidate that fits, of those whose figures are known; None if none does."""
+        """The best candidate that fits and has known figures; None if there is none."""
         figures, fitting = self.comparison.figures, self.comparison.fitting  # ranked, best first
-        # If any was measured, only these can be the best; if none was, those with an estimate.
-        # Without either, on unknown hardware, bytes decide.
+        # If some candidates were measured, the best is one of them. Otherwise the best is one with
+        # an estimate. On unknown hardware there are no estimates, so the bytes decide.
         columns: tuple[Column, ...] = ("measured", "roofline", "bytes_sent")
         for column in columns:
             for name in fitting:
@@ -116,21 +122,24 @@ class PlanningResult(Pictured):
 
     @property
     def gap(self) -> float | None:
-        """At most how much faster another candidate may be: 0.1 for a time that is 10 % shorter.
+        """An upper bound of how much faster another candidate may be: 0.1 for a 10 % shorter time.
 
-        A bound; None if there is no best candidate, or the bound of the others is unknown.
+        None if there is no best candidate, or no bound of the other times is known.
         """
         best = None if self.best is None else _seconds(self.comparison.figures[self.best.name])
         return None if best is None or self.least is None else max(0.0, 1 - self.least / best)
 
     @property
     def ruled_out(self) -> Mapping[str, str]:
-        """Why each of the other candidates was not compiled, by name."""
+        """The name of each candidate that was not compiled → the reason."""
         return self.comparison.ruled_out
 
     def summary(self) -> Iterator[str]:
-        """Yields the best candidate, how much faster others may be, and its recipe, as lines."""
-        if not self.comparison.reports:  # the time_limit was over before the first was compiled
+        """Yields lines: the best candidate, how much faster others may be, and the recipe.
+
+        If no candidate fits, the lines are the remedies.
+        """
+        if not self.comparison.reports:  # the time limit ended before a candidate was compiled
             fastest = min(self.predicted, key=self.predicted.__getitem__, default="unknown")
             yield f"best: none was compiled in time; predicted to be fastest: {fastest}"
             return
@@ -141,9 +150,9 @@ class PlanningResult(Pictured):
         yield f"best: {self.best.name}"
         if (seconds := self.comparison.measured.get(self.best.name)) is not None:
             estimate = self.comparison.figures[self.best.name]["roofline"]
-            other = "" if estimate is None else f"; by its roofline {time_text(estimate)}"
+            by_roofline = "" if estimate is None else f"; by its roofline {time_text(estimate)}"
             count = len(self.comparison.measured)
-            yield f"measured: {time_text(seconds)}, the least of {count}{other}"
+            yield f"measured: {time_text(seconds)}, the least of {count}{by_roofline}"
         if self.gap == 0:
             yield "bound: no other candidate can be faster"
         elif self.gap is not None:
@@ -152,7 +161,7 @@ class PlanningResult(Pictured):
         yield from (f"  {line}" for line in self.best.recipe.splitlines())
 
     def explained(self) -> Iterator[str]:
-        """Yields the summary, and why each of the others that were compiled is not the best."""
+        """Yields the summary, and why each of the other compiled candidates is not the best."""
         yield from self.summary()
         best = "" if self.best is None else self.best.name
         figures, reports = self.comparison.figures, self.comparison.reports
@@ -167,9 +176,9 @@ class PlanningResult(Pictured):
             elif not self.comparison.fits(name):
                 why = f"needs {bytes_text(figures[name]['peak'])} of {bytes_text(limit)}"
             else:
-                # Without a best candidate, there are no figures to compare with.
+                # `_slower` gets empty figures if there is no best candidate to compare with.
                 why = _slower(figures[name], figures.get(best, {}))
-                # The resource that takes most of its time, such as "memory".
+                # `bound_by` is the resource that takes most of the time, such as "memory".
                 bound_by = getattr(report.roofline, "bound_by", None)
                 why = f"{why}, bound by {bound_by}" if bound_by else why
             yield f"  {name}: {why}"
@@ -190,11 +199,11 @@ def _seconds(figures: Mapping[Column, float | None]) -> float | None:
 def _slower(figures: Mapping[Column, float | None], best: Mapping[Column, float | None]) -> str:
     """Says by how much a candidate is worse than the best, by the first figure that differs.
 
-    Such as ``takes 12 ms, not 10 ms (+20.0 %)``.
+    An example is ``takes 12 ms, not 10 ms (+20.0 %)``.
 
     Args:
-      figures: those of the candidate, from ``Comparison.figures``.
-      best: those of the best; empty if there is none.
+      figures: the figures of the candidate, from ``Comparison.figures``.
+      best: the figures of the best candidate; empty if there is none.
     """
     if figures["measured"] is None and best.get("measured") is not None:
         return f"not measured, and takes {time_text(figures['roofline'])} by its roofline"
@@ -204,17 +213,17 @@ def _slower(figures: Mapping[Column, float | None], best: Mapping[Column, float 
         "bytes_sent": "sends",
         "peak": "needs",
     }
-    for column in _RANKED_BY:  # in which candidates are compared
-        own, other = figures[column], best.get(column)
-        if own is not None and other is not None and own != other:
-            more = f" ({100 * (own / other - 1):+.1f} %)" if other else ""
+    for column in _RANKED_BY:
+        figure, best_figure = figures[column], best.get(column)
+        if figure is not None and best_figure is not None and figure != best_figure:
+            more = f" ({100 * (figure / best_figure - 1):+.1f} %)" if best_figure else ""
             show = bytes_text if column in ("bytes_sent", "peak") else time_text
-            return f"{verbs[column]} {show(own)}, not {show(other)}{more}"
+            return f"{verbs[column]} {show(figure)}, not {show(best_figure)}{more}"
     return "its figures are not better, or not known"
 
 
 @_compat.api_boundary
-@each_warning_once()  # all candidates are traced, and most give the same ones
+@each_warning_once()  # tracing each candidate gives the same warnings again
 def plan(
     step: Callable[..., Any] | Mapping[str, Any],
     *args: Any,
@@ -238,24 +247,26 @@ def plan(
 ) -> PlanningResult:
     """Searches for the mesh and strategies with which a step fits into memory and is fastest.
 
-    Each chain of strategies is tried on each mesh that the devices can form. What can be ruled out
-    is not compiled: candidates whose arguments alone exceed the memory, those that shard everything
-    like another one or become the same program, those that raise an error, and those whose products
-    alone take longer than what was compiled. The others are compiled side by side, those predicted
-    to be fastest first; what was compiled corrects the predictions of the others. While nothing
-    fits, ``remat`` of each ``Stack`` is tried, and more microbatches if the step has a parameter
-    ``microbatches`` with a default; and ``prefetch`` where the best step waits for what ``fsdp``
-    gathers. If still nothing fits, the result says what would.
+    The search tries each chain of strategies on each mesh that the devices can form. It does not
+    compile candidates that it can rule out: candidates whose arguments alone exceed the memory,
+    that shard everything like another candidate or become the same program, that raise an error, or
+    whose products alone take longer than a compiled candidate. It compiles the other candidates
+    side by side, in the order of their predicted times. The compiled programs correct the
+    predictions of the others. While nothing fits, the search tries ``remat`` of each ``Stack``, and
+    more microbatches if the step has a parameter ``microbatches`` with a default. If the best step
+    waits for the gathers of ``fsdp``, the search tries ``prefetch``. If nothing fits in the end,
+    the result says what would fit.
 
-    The chains have names such as ``"fsdp + tensor"``. Over the axes of the batch, ``data`` and
-    ``replica``, and over ``expert`` and ``context``, if these are used:
+    The chains have names such as ``"fsdp + tensor"``. The first part says what is sharded over the
+    axes of the batch, ``data`` and ``replica``, and over ``expert`` and ``context``, if these are
+    used:
 
     * ``dp``: data parallelism, parameters are replicated;
     * ``zero1``: the state of the optimizer is sharded;
     * ``fsdp``: parameters, gradients and the state of the optimizer are sharded;
-    * ``hsdp``: the same, but ``dp`` over ``replica`` (between slices).
+    * ``hsdp``: the same within slices, but ``dp`` over ``replica`` (between slices).
 
-    Then, each over an axis of its own:
+    The other parts are styles for layers, each over an axis of its own:
 
     * ``+ tensor``: :func:`~nnx_sharding.partition.tensor_parallel` over ``model``, and
       ``+ sequence`` the same with ``sequence=True``;
@@ -263,71 +274,78 @@ def plan(
       in which a router has as many outputs as a parameter has matrices. All meshes then have the
       axis, so that the model may name it;
     * ``+ pipeline``: :func:`~nnx_sharding.partition.pipeline` over ``stage``, for models with a
-      ``Stack``, with one to eight microbatches for each stage. Stages that wait are in the
-      roofline: they compute in each tick;
+      ``Stack`` or a list of equal blocks, with one to eight microbatches for each stage. The
+      roofline counts stages that wait, because they compute in each tick;
     * ``+ context``: :func:`~nnx_sharding.experimental.context_parallel` over ``context``, which
-      also shards the second dimension of the batch; by default where there are fewer rows than
-      devices. All three methods of attention are tried; and, on meshes that have the axis ``ring``
-      as well, all-to-all within ``context`` with a ring over that, for more devices than heads.
+      also shards the second dimension of the batch. By default, this is only tried if there are
+      fewer rows than devices. All three methods of attention are tried. On meshes that also have
+      the axis ``ring``, all-to-all within ``context`` is combined with a ring over ``ring``, for
+      more devices than heads.
 
     Args:
-      step: the function to run; of one that is wrapped by ``jit``, the shardings and the mesh are
-        not used. Or variants of it by name, each a function, or a tuple of a function and its own
-        arguments.
-      *args: its arguments, abstract or not, also in dicts and other pytrees. Modules are sharded by
-        the strategies. An optimizer belongs to the model whose parameters its state has. Arrays
-        outside of modules with the most frequent first dimension are the batch, others are
-        replicated.
+      step: the function to run. If it is wrapped by ``jit``, the shardings and the mesh of this
+        ``jit`` are not used. Or a dict of variants of the step by name: each is a function, or a
+        tuple of a function and its own arguments.
+      *args: the arguments of the step, abstract or not. They may be dicts and other pytrees.
+        Strategies shard the modules. An optimizer belongs to the model whose parameters its state
+        has. Arrays outside of modules with the most frequent first dimension are the batch. All
+        other arrays are replicated.
       devices: the number of devices; None for all of the topology, or of this process.
       topology: a TPU topology, such as ``"v5e:16x16"``, for which the TPU compiler compiles; None
         for the devices of this machine, or virtual ones.
-      num_slices: the number of slices of the topology, over which the axis ``replica`` runs, or
-        that for the stages of a pipeline. What slices send each other is predicted not to be hidden
-        behind compute, so stages over slices are compiled first where gradients take long.
-      axes: the names that your step uses for the axes ``data`` and ``model``; three names, the
-        first of them for ``replica``; or names by role, as in ``{"data": "dp", "stage": "pp"}``.
-        ``model`` may be two axes, as in ``{"model": ("x", "y")}``: what does not divide by both is
-        sharded over the first.
-      meshes: the sizes of these axes in each mesh to try, or meshes; None for all.
-      strategies: the names of those to try, None for all; or, by name, functions from the abstract
-        arguments to ``in_shardings``, called with the mesh in context. A function is tried on all
-        meshes.
+      num_slices: the number of slices of the topology. The axis ``replica`` runs over slices, or
+        the axis for the stages of a pipeline does. The prediction takes communication between
+        slices not to be hidden behind compute, so stages over slices are compiled first if
+        gradients take long.
+      axes: the names that your step uses for the axes ``data`` and ``model``; or three names, the
+        first one for ``replica``; or names by role, as in ``{"data": "dp", "stage": "pp"}``.
+        ``model`` may have two axes, as in ``{"model": ("x", "y")}``. Dimensions that do not divide
+        by both are sharded over the first one.
+      meshes: the meshes to try, or the sizes of the axes of each; None for all meshes.
+      strategies: the names of the strategies to try; None for all. Or a dict of functions by name,
+        which return ``in_shardings`` for the abstract arguments. Each function is tried on all
+        meshes, and is called with the mesh in context.
       variants: values of options to combine: ``remat`` of each ``Stack``, ``prefetch`` of ``fsdp``,
         ``offload`` of the state of the optimizer (for steps that use
         :func:`~nnx_sharding.training.fetched`), and keyword arguments of the step under their
         names, as in ``{"remat": [False, True], "microbatches": [1, 2, 4]}``.
-      maximize: ``"batch"`` for the largest batch that fits: the rows given, times or divided by a
-        power of two; of several candidates with the same, the fastest is best.
-      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None uses that
-        of ``hardware``.
-      hardware: the figures for the roofline: peak ones, those of :func:`calibrate`, or a key of
-        ``HARDWARE``: ``TPU v4``, ``TPU v5e``, ``TPU v5p``, ``TPU v6e``, ``TPU7x``, ``A100 40GB``,
-        ``A100 80GB``, ``H100 SXM``, ``H200``, ``B200``; None uses those of the topology.
+      maximize: ``"batch"`` searches for the largest batch that fits: the number of rows in
+        ``args``, times or divided by a power of two. Of several candidates with the same batch,
+        the fastest is best.
+      memory_limit: the memory of a device in bytes, or a text such as ``"16 GiB"``. None uses the
+        memory of ``hardware``.
+      hardware: the figures for the roofline: peak figures, the result of :func:`calibrate`, or a
+        key of ``HARDWARE``: ``TPU v4``, ``TPU v5e``, ``TPU v5p``, ``TPU v6e``, ``TPU7x``,
+        ``A100 40GB``, ``A100 80GB``, ``H100 SXM``, ``H200``, ``B200``; None uses the figures of the
+        kind of the devices, if they are known.
       most: the maximum number of programs to compile; None for all.
-      measure: how many of those that fit are run on the devices of this process, the best by their
-        roofline first. They are compiled again, and run in rounds in which all take turns, with
-        arguments of zeros: yours are not used. The best is then the fastest of these. One that
-        fails while it runs keeps its reason, and loses.
-      time_limit: seconds after which no more are compiled; all are predicted, though, also if none
-        is compiled in time.
+      measure: how many candidates that fit are run on the devices of this process, the best by
+        their roofline first. They are compiled again, and run in rounds in which all take turns,
+        with arguments of zeros instead of your arguments. The best candidate is then the fastest of
+        these. If a candidate fails while it runs, the result has the reason, and the candidate
+        loses.
+      time_limit: seconds after which no more programs are compiled. All candidates are predicted
+        even if no program is compiled in time.
       cache_dir: a folder for reports, as for :func:`~nnx_sharding.report.compare`.
-      by_module: whether the report of the best candidate has memory and cost by module, for which
-        it is compiled again.
+      by_module: whether the report of the best candidate has memory and cost by module. The
+        candidate is compiled again for that.
       quiet: whether to show no progress on terminals.
       **options: for :func:`~nnx_sharding.jit`, the same for all: ``donate_argnums``, ….
 
     Returns:
-      The candidates: first those that were measured, by their times; the others ranked by the
-      estimate of their roofline, then by the bytes sent, then by memory; without known hardware by
-      the last two. Those that do not fit come last, the smallest
-      peak first, and those that failed. ``gap`` says how much faster others may be. The estimate
-      contains the communication that a compiler for accelerators has not hidden behind compute; for
-      virtual CPU devices, all of it counts as hidden.
+      The candidates, best first. Measured candidates are first, by their times. The others follow
+      by the estimate of their roofline, then by the bytes sent, then by memory; without known
+      hardware, only by bytes sent and memory. Candidates that do not fit, the smallest peak first,
+      and candidates that failed come last. ``gap`` says how much faster other candidates may be.
+      The estimate contains the communication that a compiler for accelerators has not hidden behind
+      compute. For virtual CPU devices, all communication counts as hidden.
 
     Raises:
-      ValueError: no candidate can fit or be lowered: each reason is listed once; or the arguments
-        of the search are wrong, such as ``measure`` for devices that this process does not have.
-      KeyboardInterrupt: by Ctrl-C. It shows what was compiled until then, and has it as ``result``.
+      ValueError: no candidate can fit or be lowered (the message lists each reason once), or the
+        arguments of the search are wrong, for example ``measure`` for devices that this process
+        does not have.
+      KeyboardInterrupt: by Ctrl-C. The error shows what was compiled until then, and has this as
+        ``result``.
 
     Example:
       >>> import jax
@@ -374,17 +392,17 @@ def plan(
         devices=compile_on,
         quiet=quiet,
     )
-    # 2. Compile those that the search picks, with what is left of the time.
-    found = _compiled(search, compile_programs, most=most, time_limit=end - time.monotonic())
-    why_left = _why_left(found, most, time_limit)
-    # 3. Measure the best, and report the best of these by module.
+    # 2. Compile the candidates that the search picks, in the time that is left.
+    comparison = _compiled(search, compile_programs, most=most, time_limit=end - time.monotonic())
+    why_left = _why_left(comparison, most, time_limit)
+    # 3. Measure the best candidates, and report the best one by module.
     try:
-        found = _measured(found, search, measure, quiet=quiet)
+        comparison = _measured(comparison, search, measure, quiet=quiet)
         if by_module:
-            found = _with_modules_of_best(found, search, compile_programs)
+            comparison = _with_modules_of_best(comparison, search, compile_programs)
     except KeyboardInterrupt:
-        raise SearchInterrupted(_result(search, found, why_left)) from None
-    return _result(search, found, why_left)
+        raise SearchInterrupted(_result(search, comparison, why_left)) from None
+    return _result(search, comparison, why_left)
 
 
 def _compiled(
@@ -394,11 +412,12 @@ def _compiled(
     most: int | None,
     time_limit: float,
 ) -> Comparison:
-    """Compiles the candidates that the search picks, and rules out what fails alike.
+    """Compiles the candidates that the search picks, and rules out candidates that fail alike.
 
     Raises:
       ValueError: no candidate can be traced.
-      SearchInterrupted: Ctrl-C; its result is the plan by what was compiled until then.
+      SearchInterrupted: Ctrl-C. The result of this error is the plan by what was compiled until
+        then.
     """
     try:
         compiled = compile_programs(
@@ -411,7 +430,7 @@ def _compiled(
         )
     except SearchInterrupted as interrupt:
         raise SearchInterrupted(_result(search, interrupt.result, INTERRUPTED)) from None
-    # Again, since programs may have failed after the search picked the last one.
+    # `Search.pick` has called this before, but programs may have failed since the last pick.
     search.rule_out_failing(compiled.reports)
     failures = _failures_to_trace(compiled.reports)
     if len(failures) == len(compiled.reports) > 0:
@@ -420,33 +439,44 @@ def _compiled(
 
 
 def _why_left(compiled: Comparison, most: int | None, time_limit: float | None) -> str:
-    """Says why other candidates were not compiled; the numbers are arguments of `plan`."""
+    """Returns the reason why other candidates were not compiled.
+
+    Args:
+      compiled: the reports of the candidates that were compiled.
+      most: the argument of `plan`.
+      time_limit: the argument of `plan`.
+    """
     count = len(compiled.reports) - len(_failures_to_trace(compiled.reports))
-    if time_limit is not None and count != most:  # not as many as may be: time was over
+    # Fewer programs than ``most`` were compiled, so the time limit ended the search.
+    if time_limit is not None and count != most:
         return f"not compiled within {time_limit} s"
     return f"the {count} compiled are predicted to be better"
 
 
 def _with_modules_of_best(
-    found: Comparison, search: Search, compile_programs: Callable[..., Comparison]
+    comparison: Comparison, search: Search, compile_programs: Callable[..., Comparison]
 ) -> Comparison:
-    """Compiles the best candidate again, if one fits, for memory and cost by module."""
-    best = next(iter(_ranked(found, search).reports), None)
-    if best is None or not found.fits(best):
-        return found
+    """Adds memory and cost by module to the report of the best candidate, if one fits.
+
+    The candidate is compiled again for that.
+    """
+    best = next(iter(_ranked(comparison, search).reports), None)
+    if best is None or not comparison.fits(best):
+        return comparison
     lower = {best: search.entries[best].lower}
     detailed = compile_programs("modules of the best", lower, by_module=True).compiled
-    return dataclasses.replace(found, reports={**found.reports, **detailed})
+    return dataclasses.replace(comparison, reports={**comparison.reports, **detailed})
 
 
-def _measured(found: Comparison, search: Search, count: int, *, quiet: bool) -> Comparison:
-    """Runs the best ``count`` candidates that fit, if any; returns all with the times of these.
+def _measured(comparison: Comparison, search: Search, count: int, *, quiet: bool) -> Comparison:
+    """Runs the best ``count`` candidates that fit; returns all reports, ranked, with the times.
 
-    One that fails while it runs gets the reason in place of its report.
+    A candidate that fails while it runs gets the reason instead of its report. If ``count`` is 0,
+    this returns ``comparison``.
     """
     if not count:
-        return found
-    runners, ranked = {}, _ranked(found, search)
+        return comparison
+    runners, ranked = {}, _ranked(comparison, search)
     for name in ranked.fitting[:count]:
         entry = search.entries[name]
         variant = entry.variant
@@ -455,15 +485,15 @@ def _measured(found: Comparison, search: Search, count: int, *, quiet: bool) -> 
     return dataclasses.replace(ranked, reports={**ranked.reports, **failures}, measured=seconds)
 
 
-def _ranked(found: Comparison, search: Search) -> Comparison:
-    """Returns the same reports, the best that fits first."""
-    ranks = {name: _rank(name, found, search) for name in found.reports}
-    reports = {name: found.reports[name] for name in sorted(ranks, key=ranks.__getitem__)}
-    return dataclasses.replace(found, reports=reports)
+def _ranked(comparison: Comparison, search: Search) -> Comparison:
+    """Returns the same reports, best candidate first (`_rank`)."""
+    ranks = {name: _rank(name, comparison, search) for name in comparison.reports}
+    reports = {name: comparison.reports[name] for name in sorted(ranks, key=ranks.__getitem__)}
+    return dataclasses.replace(comparison, reports=reports)
 
 
 def _failures_to_trace(reports: Mapping[str, ProgramReport | Failure]) -> dict[str, Failure]:
-    """Selects the failures of the step or of a strategy, by name: those not of the compiler."""
+    """Selects the failures of the step or of a strategy, by name; leaves out compiler errors."""
     return {
         name: report
         for name, report in reports.items()
@@ -472,90 +502,96 @@ def _failures_to_trace(reports: Mapping[str, ProgramReport | Failure]) -> dict[s
 
 
 def _error_of_step(failures: Mapping[str, Failure], search: Search) -> ValueError:
-    """Makes the error for a step that no candidate could be traced for: it is at fault itself.
+    """Returns the error for a step that could not be traced for any candidate.
 
     Args:
-      failures: what each candidate raised that was to be compiled; at least one.
-      search: says why the others were ruled out.
+      failures: the failure of each candidate that was to be compiled; at least one.
+      search: has the reasons why the other candidates were ruled out.
     """
-    # `FAILS_ALIKE` is left out. It says nothing new, and how many candidates have it depends on
-    # which ended first, so the message would not always be the same.
-    others = {name: why for name, why in search.ruled_out.items() if why != FAILS_ALIKE}
-    reasons = {name: failure.error for name, failure in failures.items()} | others
+    # `FAILS_ALIKE` is left out because it says nothing new. The number of candidates with this
+    # reason depends on which program ended first, so the message would not always be the same.
+    ruled_out = {name: why for name, why in search.ruled_out.items() if why != FAILS_ALIKE}
+    reasons = {name: failure.error for name, failure in failures.items()} | ruled_out
     error = ValueError(listed_once("plan: no candidate can be lowered:", reasons))
-    first, *_ = failures.values()
-    error.__cause__ = first.exception  # whose traceback leads into the step
+    first_failure, *_ = failures.values()
+    error.__cause__ = first_failure.exception  # the traceback leads into the step
     return error
 
 
-def _rank(name: str, found: Comparison, search: Search) -> tuple[Any, ...]:
+def _rank(name: str, comparison: Comparison, search: Search) -> tuple[Any, ...]:
     """Returns the sort key of a candidate; the smallest is best. Unknown figures come last.
 
-    Those that fit have ``(False, -rows, measured, roofline, bytes sent, peak)``; the rows only
-    count if the largest batch is sought. Those that do not fit have ``(True, peak)``, so they come
-    after all others, and the one that nearly fits is the first of them.
+    Candidates that fit have ``(False, -rows, measured, roofline, bytes sent, peak)``, where the
+    rows are 0 unless the search is for the largest batch. Candidates that do not fit have ``(True,
+    peak)``, so they come after all others, the smallest peak first.
     """
-    figures = found.figures.get(name, {})
-    if not found.fits(name):
-        memory = search.memory_of(name, found.reports)  # also of one that the compiler refused
+    figures = comparison.figures.get(name, {})
+    if not comparison.fits(name):
+        # `memory_of` also knows the memory of programs that the compiler refused.
+        memory = search.memory_of(name, comparison.reports)
         return (True, math.inf if memory is None or memory.peak is None else memory.peak)
     rows = search.entries[name].candidate.rows if search.maximize else 0
-    known = (figures[column] for column in _RANKED_BY)
-    return (False, -rows, *(math.inf if figure is None else figure for figure in known))
+    ranking = (figures[column] for column in _RANKED_BY)
+    return (False, -rows, *(math.inf if figure is None else figure for figure in ranking))
 
 
 _RANKED_BY: tuple[Column, ...] = ("measured", "roofline", "bytes_sent", "peak")
 
 
-def _result(search: Search, found: Comparison, why_left: str) -> PlanningResult:
-    """Puts together what was compiled, why the rest was not, and how good the rest can be.
+def _result(search: Search, comparison: Comparison, why_left: str) -> PlanningResult:
+    """Makes the result: the reports, the reasons against the other candidates, and the bounds.
 
     Args:
       search: all candidates.
-      found: the reports of those that were compiled.
-      why_left: why no more were.
+      comparison: the reports of the candidates that were compiled.
+      why_left: the reason why no more candidates were compiled.
     """
-    reports, entries = found.reports, search.entries
+    reports, entries = comparison.reports, search.entries
     left = [name for name in entries if name not in reports and name not in search.ruled_out]
     ruled_out = search.ruled_out | dict.fromkeys(left, why_left)
-    comparison = dataclasses.replace(_ranked(found, search), ruled_out=ruled_out)
+    ranked = dataclasses.replace(_ranked(comparison, search), ruled_out=ruled_out)
     predicted = {}
     for name, entry in entries.items():
         if entry.least is not None:  # the products and the hardware are known
-            seconds = entry.seconds.values()  # of compute, memory and interconnect, each alone
-            # If all communication is hidden behind compute, and if none is.
+            seconds = entry.seconds.values()  # one value for each resource alone
+            # The pair: if compute hides all communication, and if it hides none.
             predicted[name] = (max(seconds), float(sum(seconds)))
     return PlanningResult(
-        comparison=comparison,
-        candidates={name: entries[name].candidate for name in comparison.reports},
-        least=_least_of_others(search, found, left),
+        comparison=ranked,
+        candidates={name: entries[name].candidate for name in ranked.reports},
+        least=_least_of_others(search, comparison, left),
         predicted=predicted,
-        remedies=() if found.fitting else tuple(remedies(search, reports)),
+        remedies=() if comparison.fitting else tuple(remedies(search, reports)),
     )
 
 
-def _least_of_others(search: Search, found: Comparison, left: Sequence[str]) -> float | None:
+def _least_of_others(search: Search, comparison: Comparison, left: Sequence[str]) -> float | None:
     """Returns ``PlanningResult.least``: a lower bound of all times that are not known.
 
     Args:
-      search: all candidates, each with a bound: its products at the peak rate of all devices.
-      found: the reports of those that were compiled.
-      left: the names of those that may fit, but were not compiled.
+      search: all candidates, each with the bound by its products (``least``).
+      comparison: the reports of the candidates that were compiled.
+      left: the names of the candidates that may fit, but were not compiled.
 
     Returns:
       The bound in seconds; infinity if all times are known; None if no bound can be given.
     """
-    # The largest batch is not sought by time, and without hardware there are no rates.
+    # A search for the largest batch does not rank by time, and without hardware there are no rates.
     if search.maximize or search.hardware is None:
         return None
-    # A measured time and an estimate cannot be compared: once some were measured, these count.
-    timed = {*found.measured}
+    # A measured time and an estimate cannot be compared, so if there are measured times, only these
+    # count as known.
+    timed = {*comparison.measured}
     if not timed:
-        for name, report in found.compiled.items():
+        for name, report in comparison.compiled.items():
             if getattr(report.roofline, "seconds", None) is not None:
                 timed.add(name)
-    # `fits` is None if the memory of a program is unknown: then it may fit.
-    untimed = [x for x in found.compiled if found.fits(x) is not False and x not in timed]
+    # `fits` is None if the memory of a program is unknown. Such a program may fit.
+    untimed = [
+        name
+        for name in comparison.compiled
+        if comparison.fits(name) is not False and name not in timed
+    ]
     bounds: list[float] = []
     for name in (*left, *untimed):
         least = search.entries[name].least

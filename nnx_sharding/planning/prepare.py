@@ -1,12 +1,14 @@
-"""What ``plan`` searches: its arguments become a `Search` with all candidates, predicted.
+"""Makes what ``plan`` searches: a `Search` with all candidates, predicted.
 
 A candidate is a strategy on a mesh for a variant of the step. Strategies and meshes that go
 together are paired first, then each pair is predicted for each variant (`Search.add`). Nothing is
 compiled here.
 
-From other modules: `Axes` are the names of mesh axes by what they are for; `Arguments`, those of
-the step, say how large its batch and models are, which limits the sizes of axes. `on_topology`
+From other modules: `Axes` has the names of mesh axes by their roles. `Arguments` holds the
+arguments of the step; the sizes of its batch and models limit the sizes of axes. `on_topology`
 makes ``planning_mesh`` use the devices of a TPU topology, which this machine may not have.
+`applies` tells whether a mesh is of use to a strategy. `checked_strategies` and `check_meshes`
+raise for wrong values of the user.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from .remedies import remedies
 from .search import Search
 from .variants import variants_of
 
-# Strategies by name: a function of the user, or None for a chain of this library.
+# Name of a strategy → a function of the user, or None for a chain of this library.
 Strategies: TypeAlias = Mapping[str, Callable[..., Any] | None]
 
 
@@ -65,43 +67,44 @@ def prepare(
     measure: int,
     quiet: bool,
 ) -> tuple[Search, Devices | None]:
-    """Makes and predicts all candidates, without compiling any; the arguments are those of `plan`.
+    """Makes and predicts all candidates, without compiling any. The arguments are those of `plan`.
 
     Returns:
-      The search, and the devices for processes that compile; None compiles in this process.
+      A tuple: the search, and the devices that other processes compile for. If the devices are
+      None, this process compiles.
 
     Raises:
       ValueError: no candidate can fit, or an argument of the search is wrong.
     """
-    # 1. What the user asks for.
+    # 1. Read what the user asks for.
     counts = {"devices": devices, "num_slices": num_slices, "most": most, "measure": measure}
     _check_arguments(maximize, topology, counts)
     step_variants = variants_of(step, args, variants or {}, options)
     named_axes, functions = Axes.of(axes), _read_strategies(strategies)
     arguments = step_variants[0].arguments
 
-    # 2. Pairs of a strategy and a mesh.
+    # 2. Pair strategies and meshes.
     with on_topology(topology, num_slices):
         target = DEFAULT.get()  # the topology and its slices; None for the devices of this machine
         count = devices or (len(topology_devices(*target)) if target else jax.device_count())
-        # Without strategies of the user, all chains of this library that suit the models.
+        # If the user names no strategies, all chains that suit the models are tried.
         functions = functions or dict.fromkeys(strategies_of(arguments, count))
         if meshes is None:
             pairs = _all_pairs(functions, count, num_slices, named_axes, arguments)
         else:
             pairs = _given_pairs(functions, [*meshes], devices, named_axes)
     pairs = _useful_pairs(pairs, functions, named_axes, count)
-    every_mesh = [mesh for _, mesh in pairs]
-    check_devices(measure, every_mesh)
+    meshes_of_pairs = [mesh for _, mesh in pairs]
+    check_devices(measure, meshes_of_pairs)
 
-    # 3. Rates and the limit of memory.
-    peak, limit = _peak_and_limit(every_mesh[0], hardware, memory_limit)
+    # 3. Find the rates and the limit of memory.
+    peak, limit = _peak_and_limit(meshes_of_pairs[0], hardware, memory_limit)
     if maximize and (limit is None or not arguments.rows):
         raise ValueError(
             "plan: maximize='batch' needs a batch, and memory_limit=... or hardware=..."
         )
 
-    # 4. Predictions.
+    # 4. Predict all candidates.
     search = Search(
         variants=step_variants,
         functions=functions,
@@ -113,15 +116,15 @@ def prepare(
         num_slices=num_slices,
     )
     _add_all(search, pairs, quiet=quiet)
-    return search, _devices_of_compilers(every_mesh, target)
+    return search, _devices_of_compilers(meshes_of_pairs, target)
 
 
 def _peak_and_limit(
     mesh: Mesh, hardware: Hardware | str | None, memory_limit: int | str | None
 ) -> tuple[Hardware | None, int | None]:
-    """Returns the peak rates and the bytes of a device, as the user says or by the mesh's kind.
+    """Returns the peak rates and the bytes of a device, by the user or by the kind of device.
 
-    They are None for devices that `HARDWARE` does not have.
+    What the user does not say is None if `HARDWARE` does not have this kind of device.
     """
     kind = mesh.devices.flat[0].device_kind
     peak = HARDWARE.get(kind) if hardware is None else hardware_of(hardware)
@@ -131,13 +134,13 @@ def _peak_and_limit(
 
 
 def _check_arguments(maximize: object, topology: str | None, counts: Mapping[str, Any]) -> None:
-    """Raises a ValueError for a word other than ``"batch"``, and wrong counts."""
-    wrong = []
+    """Raises a ValueError if ``maximize`` or a count is wrong, or a topology has ``devices``."""
+    wrong = []  # lines of the error
     if maximize not in (None, "batch"):
         wrong.append(f"  maximize={maximize!r}: expected 'batch' or None")
     for name, count in counts.items():
         least = 0 if name == "measure" else 1
-        if count is None and name in ("devices", "most"):  # all of them
+        if count is None and name in ("devices", "most"):  # None means all
             continue
         is_number = isinstance(count, int | np.integer) and not isinstance(count, bool)
         if not is_number or count < least:
@@ -150,7 +153,12 @@ def _check_arguments(maximize: object, topology: str | None, counts: Mapping[str
 def _read_strategies(
     strategies: Iterable[str] | Mapping[str, Any] | None,
 ) -> Strategies:
-    """Returns the user's functions by name, None for strategies of ours; empty for all of ours."""
+    """Returns the strategies of the user by name; empty if the user names none.
+
+    Raises:
+      ValueError: a name is unknown, or ``strategies`` is empty or not iterable.
+      TypeError: a dict has a value that is no function.
+    """
     if strategies is None:
         return {}
     if not strategies or not isinstance(strategies, Iterable):
@@ -173,7 +181,7 @@ def _useful_pairs(
 ) -> list[tuple[str, Mesh]]:
     """Selects the pairs whose mesh has devices along the axes that the strategy uses.
 
-    Which axes a function of the user needs is not known, so it is tried on all meshes.
+    A function of the user keeps all its meshes, because the axes that it needs are not known.
 
     Raises:
       ValueError: none of the meshes of ``count`` devices is of use to any strategy.
@@ -199,14 +207,15 @@ def _all_pairs(
     Args:
       functions: the strategies by name.
       count: the number of devices.
-      num_slices: the number of TPU slices that these are on.
-      axes: the names of the axes for data, for the model and so on.
-      arguments: those of the step, whose shapes limit the sizes of axes.
+      num_slices: the number of TPU slices that the devices are on.
+      axes: the names of mesh axes by their roles.
+      arguments: the arguments of the step. Their shapes limit the sizes of axes.
     """
     pairs: list[tuple[str, Mesh]] = []
-    meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}  # by axes and sizes; equal ones once
+    meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}  # ((axis, size), …) → mesh
     for strategy, function in functions.items():
-        # What axes a function of the user needs is not known: those of these two, as most do.
+        # The axes that a function of the user needs are not known. Most functions need the axes of
+        # these two chains.
         chains = [strategy] if function is None else ["dp", "dp + tensor"]
         for chain in chains:
             for sizes in mesh_sizes(count, num_slices, axes, chain, arguments):
@@ -223,48 +232,52 @@ def _given_pairs(
     """Pairs each strategy, by its name, with each mesh of the user.
 
     Args:
-      functions: as for :func:`_all_pairs`.
+      functions: the strategies by name.
       meshes: the meshes, or the sizes of their axes.
       devices: the number of devices that each mesh must have; None for any number.
       axes: the names of the axes that strategies of this library use.
     """
     sizes = [mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh for mesh in meshes]
-    # Meshes may have other axes if all strategies are functions of the user.
+    # If all strategies are functions of the user, meshes may have axes with any names.
     has_chains = any(function is None for function in functions.values())
     check_meshes(sizes, devices, axes, has_chains=has_chains)
     return [*itertools.product(functions, map(planning_mesh, meshes))]
 
 
 def _add_all(search: Search, pairs: Sequence[tuple[str, Mesh]], *, quiet: bool) -> None:
-    """Predicts all pairs for all variants.
+    """Predicts the candidates of all pairs for all variants.
 
     Raises:
-      ValueError: none can fit; the reasons are listed, and what would.
+      ValueError: no candidate can fit. The error lists the reasons, and what would fit.
     """
     predicting = progress("plan: predicting", len(pairs), quiet=quiet)
-    # Strategies list the parameters of a model once for all calls in `models_unchanged`.
+    # In `models_unchanged`, strategies list the parameters of a model once for all calls.
     with predicting as advance, models_unchanged():
         for strategy, mesh in pairs:
             for variant in search.variants:
                 search.add(strategy, mesh, variant)
             advance(strategy)
     if not search.programs:
-        # Nothing was compiled, so there are no reports: only the bytes of arguments are known.
-        ways = "; or ".join(remedies(search, reports={}))
-        remedy = f"By the arguments alone, one of these would fit: {ways}." if ways else ""
+        # Nothing was compiled, so there are no reports, and only the bytes of arguments are known.
+        remedies_text = "; or ".join(remedies(search, reports={}))
+        remedy = ""
+        if remedies_text:
+            remedy = f"By the arguments alone, one of these would fit: {remedies_text}."
         raise ValueError(listed_once("plan: no candidate can fit:", search.ruled_out, remedy))
 
 
 def _devices_of_compilers(meshes: Sequence[Mesh], target: Devices | None) -> Devices | None:
-    """Returns what other processes compile for, as they cannot share the devices of this one.
+    """Returns the devices that other processes compile for; None if only this process can compile.
+
+    Other processes cannot share the devices of this process.
 
     Args:
-      meshes: those of all candidates.
-      target: the topology that the user named, and its slices.
+      meshes: the meshes of all candidates.
+      target: the topology that the user named, and the number of its slices; None without one.
 
     Returns:
-      The topology; or else the number of virtual CPU devices that the largest mesh needs; or None
-      for other devices of this machine, for which only this process can compile.
+      The topology; without one, on CPUs, the number of virtual devices of the largest mesh; on
+      other devices None.
     """
     if target is not None:
         return target
@@ -274,9 +287,10 @@ def _devices_of_compilers(meshes: Sequence[Mesh], target: Devices | None) -> Dev
 
 
 def listed_once(head: str, reasons: Mapping[str, str], remedy: str = "") -> str:
-    """Writes a message with each reason once, after the candidates that it holds for.
+    """Returns a message with each reason once, after the names of the candidates that have it.
 
-    ``reasons`` are by the name of the candidate; a single one is written without names.
+    ``reasons`` maps the name of a candidate to its reason. If all candidates have the same reason,
+    the message has no names.
     """
     candidates_by_reason = names_by_value(reasons)
     is_single = len(candidates_by_reason) < 2

@@ -1,14 +1,15 @@
-"""What would fit where no candidate of a plan does.
+"""Says what would fit if no candidate of a plan fits.
 
-The candidate that needs least is changed in one way at a time. Its arguments then are those that
-are predicted from shapes; all else that it needs (``rest``), its activations and temporaries, is
-taken to grow with the rows that a device computes at once. So these are estimates, to be planned
-again. Where the rest is unknown, lines count the arguments alone, and say so.
+The candidate that needs least is changed in one way at a time. The bytes of the changed arguments
+are predicted from shapes. All other memory of the candidate (``rest``), its activations and
+temporaries, is taken to grow with the rows that a device computes at once. So the remedies are
+estimates, and the user should plan again with them. If the rest is unknown, the lines count the
+arguments alone, and say so.
 
-From other modules: a `Variant` is the step with values of options (``chosen``);
-`Search.arguments_of` predicts the bytes of a candidate's arguments on each device, and `Needs` has
-these and the rest; the name of a strategy is one for the batch and styles for layers, such as
-``fsdp + tensor`` (`split_name`).
+From other modules: a `Variant` is the step with values of options (``chosen``).
+`Search.arguments_of` predicts the bytes of a candidate's arguments on each device, or returns
+infinity if the strategy fails. `Needs` has the bytes of the arguments and the rest. The name of a
+strategy is a name for the batch and styles for layers, such as ``fsdp + tensor`` (`split_name`).
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from ..report.comparison import Failure
 from .candidates import split_name
 from .search import Needs, Search
 
-# The powers of two that are tried: as many times the devices, as many microbatches, or as small a
-# part of the batch.
+# The powers of two that are tried: so many times the devices, so many microbatches, or the batch
+# divided by so many.
 _FACTORS = (2, 4, 8, 16, 32, 64)
 
 
 def remedies(search: Search, reports: Mapping[str, ProgramReport | Failure]) -> Iterator[str]:
-    """Yields what would fit, as lines: memory, devices, remat, microbatches, offload, batch."""
+    """Yields lines that say what would fit: memory, devices, remat, microbatches, offload, batch.
+
+    Yields nothing if the memory limit is unknown, or if there is no candidate to start from.
+    """
     limit, smallest = search.limit, _candidate_with_least(search, reports)
     if limit is None or smallest is None:
         return
@@ -42,21 +46,22 @@ def remedies(search: Search, reports: Mapping[str, ProgramReport | Failure]) -> 
     yield f"{size} on each device, for {candidate.name}{source}{_what_is_left(is_known)}"
     # More devices.
     yield from _more_devices(search, smallest, limit)
-    # Recomputed activations. If the user chose `remat` of the stacks, or the search tried it, this
-    # is what needs least with it.
+    # Recomputed activations. This line is left out if the candidate already has a value of `remat`,
+    # because the user chose it or the search tried it.
     if rest and "remat" not in variant.chosen:
         yield f"remat, for blocks in a Stack: of {bytes_text(rest)} besides the arguments"
-    # Microbatches: the whole batch is still an argument, but activations are those of a part.
+    # Microbatches. The whole batch is still an argument, but the activations are those of a part.
     divisors = [n for n in _FACTORS if rows and rows % n == 0]
-    enough = [n for n in divisors if arguments + rest / n <= limit]
-    if rest and enough and "microbatches" not in variant.chosen:
-        needs = _on_each(arguments + rest / enough[0], is_known)
-        yield f"{enough[0]} microbatches of accumulate_gradients: {needs}"
+    sufficient = [n for n in divisors if arguments + rest / n <= limit]
+    if rest and sufficient and "microbatches" not in variant.chosen:
+        needs = _on_each(arguments + rest / sufficient[0], is_known)
+        yield f"{sufficient[0]} microbatches of accumulate_gradients: {needs}"
     # The state of the optimizer on the host.
     if not variant.offload:
-        held = search.arguments_of(candidate, variant, offload=True)
-        if held < arguments and held + rest <= limit:
-            yield f"offload of the optimizer's state: {_on_each(held + rest, is_known)}"
+        offloaded_bytes = search.arguments_of(candidate, variant, offload=True)
+        if offloaded_bytes < arguments and offloaded_bytes + rest <= limit:
+            needs = _on_each(offloaded_bytes + rest, is_known)
+            yield f"offload of the optimizer's state: {needs}"
     # The largest batch that fits.
     for n in divisors:
         needed = search.arguments_of(candidate, variant, rows=rows // n) + rest / n
@@ -68,7 +73,7 @@ def remedies(search: Search, reports: Mapping[str, ProgramReport | Failure]) -> 
 def _candidate_with_least(
     search: Search, reports: Mapping[str, ProgramReport | Failure]
 ) -> Needs | None:
-    """Finds the candidate that needs least: by its program if any was compiled, else by shapes."""
+    """Finds the candidate that needs least, by the compiled programs, or without them by shapes."""
     needs = []
     for name in reports:
         if memory := search.memory_of(name, reports):
@@ -76,7 +81,7 @@ def _candidate_with_least(
             needs.append(Needs(entry.candidate, entry.variant, memory))
 
     def rank(needs: Needs) -> tuple[bool, int]:
-        """Ranks by all bytes, those of which only the arguments are known last."""
+        """Returns a sort key: the bytes; candidates with an unknown rest come last."""
         memory = needs.memory
         return memory.rest is None, memory.arguments + (memory.rest or 0)
 
@@ -86,9 +91,9 @@ def _candidate_with_least(
 def _more_devices(search: Search, smallest: Needs, limit: int) -> Iterator[str]:
     """Yields a line with the smallest mesh of more devices that fits, if there is one.
 
-    Parameters are sharded over data there, by ``fsdp``, and the new devices are along the axis
-    ``data``, so that each has a smaller part of the parameters and fewer rows of the batch. Nothing
-    is known of a function of the user.
+    The new devices are along the axis ``data``, and ``fsdp`` shards the parameters over this axis.
+    So each device has a smaller part of the parameters and fewer rows of the batch. There is no
+    line if the strategy is a function of the user, because nothing is known of its axes.
 
     Args:
       search: predicts the arguments.
@@ -96,7 +101,7 @@ def _more_devices(search: Search, smallest: Needs, limit: int) -> Iterator[str]:
       limit: the bytes of a device.
     """
     candidate, variant, memory = smallest
-    if search.functions.get(candidate.strategy) is not None:  # of the user
+    if search.functions.get(candidate.strategy) is not None:  # a function of the user
         return
     _, styles = split_name(candidate.strategy)
     strategy = " + ".join(("fsdp", *styles))
@@ -113,14 +118,14 @@ def _more_devices(search: Search, smallest: Needs, limit: int) -> Iterator[str]:
 
 
 def _on_each(size: float, is_known: bool) -> str:
-    """Returns the text of what an estimate says that each device needs: "about 3 GiB on each".
+    """Returns a text for the estimated bytes of each device: "about 3 GiB on each".
 
-    ``is_known`` is whether ``size`` counts more than the arguments.
+    ``is_known`` is False if ``size`` counts the arguments alone, because the rest is unknown.
     """
     about = "about" if is_known else "at least"
     return f"{about} {bytes_text(int(size))} on each{_what_is_left(is_known)}"
 
 
 def _what_is_left(is_known: bool) -> str:
-    """Returns what to add to a size of the arguments alone; nothing if it counts all."""
+    """Returns the end of a line: that activations are unknown, or "" if they are known."""
     return "" if is_known else ", activations unknown"

@@ -1,10 +1,10 @@
-"""The variants of a step that ``plan`` compares: functions of the user, with values of options.
+"""Makes the variants of a step that ``plan`` compares: user functions with values of options.
 
-A *recipe* is the Python code that runs a candidate, which ``plan`` prints; so a variant has the
-expression for its function. Options are ``remat`` of each `Stack` (layers that run as a scan) and
-keyword arguments of the step, which the function of a variant has (`with_remat`, ``partial``); and
-``prefetch`` of ``fsdp`` and ``offload`` of the state of the optimizer, which shardings have. So a
-variant changes no model, and runs with any that the user's program makes.
+A *recipe* is the Python code that runs a candidate. ``plan`` prints it, so a variant has the
+expression for its function. The function of a variant contains ``remat`` of each `Stack` (layers
+that run as a scan) and keyword arguments of the step (`with_remat`, ``partial``). The shardings
+contain the other options: ``prefetch`` of ``fsdp``, and ``offload`` of the state of the optimizer.
+So a variant changes no model, and runs with any model that the user's program makes.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Variant:
     """A variant of the step.
 
     Attributes:
-      name: such as ``microbatches=2, remat=True``.
+      name: the name of the user's function and the options: ``microbatches=2, remat=True``.
       fun: the step, with the chosen keyword arguments and policy of stacks.
-      options: those of jit.
+      options: the options of ``jit``.
       args: the arguments, abstract.
-      prefetch: of fsdp: how many layers are gathered ahead.
+      prefetch: how many layers ``fsdp`` gathers ahead.
       offload: whether the state of the optimizer is on the host.
       text: the expression for the function in a recipe.
-      chosen: the values of options, chosen by the user or by the search.
-      vary: makes a variant of the same function with other values of options (``chosen``), as the
-        search does.
+      chosen: option → value, chosen by the user or by the search.
+      vary: returns a variant of the same function with other values of options (``chosen``). The
+        search calls it.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Variant:
 
     @property
     def _names(self) -> list[str]:
-        """The names of the arguments in a recipe: as in the function, as far as known."""
+        """The names of the arguments in a recipe: those of the parameters, else ``arg0``, …."""
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = _parameters(self.fun)
         names = [name for name, parameter in parameters.items() if parameter.kind in by_position]
@@ -80,10 +80,14 @@ def variants_of(
     """Lists the variants of a step.
 
     Args:
-      step: a function; or by name functions, or tuples of a function and its own arguments.
-      args: the arguments of functions without their own.
-      grid: values of options; all combinations are tried. See ``variants`` of ``plan``.
-      options: of jit, for all.
+      step: a function; or a dict by name, of functions or tuples of a function and its arguments.
+      args: the arguments of functions without own arguments.
+      grid: option → values. All combinations are tried. See ``variants`` of ``plan``.
+      options: the options of ``jit`` for all functions.
+
+    Raises:
+      ValueError: an option has no list of values; there is no function; or ``remat`` is an option,
+        and no argument has a ``Stack``.
     """
     if wrong := [name for name, values in grid.items() if isinstance(values, str) or not [*values]]:
         raise ValueError(f"plan: variants: expected lists of values for {', '.join(wrong)}.")
@@ -91,11 +95,12 @@ def variants_of(
     steps = step if isinstance(step, Mapping) else {"": step}  # one function needs no name
     for name, entry in steps.items():
         fun, *own_args = entry if isinstance(entry, tuple) else (entry, *args)
-        # The function in a `jit`, without its mesh and shardings, and its other options with these.
+        # If `fun` is wrapped by `jit`, `unwrapped` returns the inner function, and the options of
+        # this `jit` without mesh and shardings, together with `options`.
         fun, jit_options = unwrapped("plan", fun, options)
         if isinstance(step, Mapping):
             expression = f"steps[{name!r}]"
-        else:  # a name of Python, which "<lambda>" is not
+        else:  # "<lambda>" is no name in Python code
             expression = getattr(fun, "__name__", "step").replace("<lambda>", "step")
         for values in itertools.product(*grid.values()):
             chosen = dict(zip(grid, values, strict=True))
@@ -109,8 +114,8 @@ def with_less_memory(variant: Variant, rows: int) -> Iterator[Variant]:
     """Yields variants that keep fewer activations, by options that the user did not choose.
 
     These are ``remat`` of each ``Stack``, and the parameter ``microbatches`` of the step, if it has
-    one with a default: two, four and eight times as many, as far as they divide the ``rows`` of the
-    batch.
+    one with a default: two, four and eight times the default, if this number divides the ``rows``
+    of the batch.
     """
     parameters = _parameters(variant.fun)
     parameter = parameters.get("microbatches")
@@ -118,7 +123,7 @@ def with_less_memory(variant: Variant, rows: int) -> Iterator[Variant]:
     counts = [default]
     if "microbatches" not in variant.chosen and type(default) is int and default > 0 and rows:
         counts += [default * times for times in (2, 4, 8) if rows % (default * times) == 0]
-    policies: list[Any] = [None]  # None leaves those of the user
+    policies: list[Any] = [None]  # None keeps the policies of the user's stacks
     if "remat" not in variant.chosen and any(not stack.remat for stack in _stacks(variant.args)):
         policies.append(True)
     for count, policy in itertools.product(counts, policies):
@@ -129,13 +134,16 @@ def with_less_memory(variant: Variant, rows: int) -> Iterator[Variant]:
 
 
 def with_prefetch(variant: Variant) -> Variant | None:
-    """Returns the variant that gathers layers one ahead; None if it has none, or it was chosen."""
+    """Returns the variant with ``prefetch`` of one layer.
+
+    Returns None if the arguments have no `Stack`, or if the user chose ``prefetch``.
+    """
     can_prefetch = "prefetch" not in variant.chosen and any(_stacks(variant.args))
     return variant.vary({**variant.chosen, "prefetch": 1}) if can_prefetch else None
 
 
 def _parameters(fun: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a function; none of one written in C, say."""
+    """Returns the parameters of a function; empty if Python does not know them (C code)."""
     try:
         return inspect.signature(fun).parameters
     except (TypeError, ValueError):
@@ -155,15 +163,18 @@ def _variant(
     Args:
       name: the user's name of the function; empty without one.
       fun: the function.
-      text: the expression for it in a recipe.
-      args: its arguments.
-      options: those of jit.
-      chosen: the value of each option.
+      text: the expression for the function in a recipe.
+      args: the arguments of the function.
+      options: the options of ``jit``.
+      chosen: option → value.
+
+    Raises:
+      ValueError: ``remat`` is chosen, and no argument has a ``Stack``.
     """
-    vary = partial(_variant, name, fun, text, args, options)  # which `with_prefetch` calls
+    vary = partial(_variant, name, fun, text, args, options)  # with `fun` before the changes below
     words = [name] if name else []
     words += [f"{option}={value}" for option, value in chosen.items()]
-    # All but the options of this library are keyword arguments of the step.
+    # All options but those of this library are keyword arguments of the step.
     keywords = {key: x for key, x in chosen.items() if key not in ("remat", "prefetch", "offload")}
     if "remat" in chosen:
         if not any(_stacks(args)):
@@ -172,8 +183,8 @@ def _variant(
         text = f"with_remat({text}, {chosen['remat']!r})"
     if keywords:
         fun = partial(fun, **keywords)
-        given = "".join(f", {key}={value!r}" for key, value in keywords.items())
-        text = f"functools.partial({text}{given})"
+        keywords_text = "".join(f", {key}={value!r}" for key, value in keywords.items())
+        text = f"functools.partial({text}{keywords_text})"
     return Variant(
         name=", ".join(words),
         fun=fun,
@@ -190,8 +201,9 @@ def _variant(
 def with_remat(step: Callable[..., T], remat: Policy | bool = True) -> Callable[..., T]:
     """Returns a step that runs each :class:`~nnx_sharding.Stack` of its arguments with ``remat``.
 
-    The policy holds while the step runs, instead of the one that the stacks were made with. Recipes
-    of :func:`plan` use it, since a model that is made again does not know what was planned.
+    While the step runs, this policy replaces the policies that the stacks were made with. Recipes
+    of :func:`plan` use this function, because a model that is made again does not know what was
+    planned.
 
     Args:
       step: the function, not yet wrapped by ``jit``.
@@ -222,7 +234,7 @@ def with_remat(step: Callable[..., T], remat: Policy | bool = True) -> Callable[
             for stack in stacks:
                 stack.remat = policy
             return step(*args, **kwargs)
-        finally:  # the caller's models keep theirs
+        finally:  # the models of the caller keep their policies
             for stack, own_policy in zip(stacks, policies, strict=True):
                 stack.remat = own_policy
 
