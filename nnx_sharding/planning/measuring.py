@@ -177,7 +177,7 @@ def check_devices(measure: int, meshes: Sequence[Mesh]) -> None:
     if not measure:
         return
     own = jax.local_devices()
-    # These are kinds of devices that this process does not have. There are several kinds only if
+    # The kinds of devices that this process does not have. There are several kinds only if
     # the user named meshes of several.
     missing_kinds = {
         device.device_kind for mesh in meshes for device in {*mesh.devices.flat} - {*own}

@@ -65,7 +65,7 @@ def _memory_of_refused(error: str, arguments: int) -> Memory:
     """
     if temporaries := temporaries_needed(error):
         return Memory(arguments, temporaries, is_refused=True)
-    if used := _USED.search(error):  # this form has the bytes of all arrays
+    if used := _USED.search(error):  # the second form has the bytes of all arrays
         return Memory(arguments, max(_bytes(used[1]) - arguments, 0), is_refused=True)
     return Memory(arguments, is_refused=True)
 
