@@ -64,8 +64,8 @@ class Arguments:
     """What the arguments of a program are for.
 
     Attributes:
-      owners: by the number of the argument; others are inputs of which nothing is known.
-      parameter_modules: the paths of the modules of those that are parameters, by number.
+      owners: the owner of each argument of which something is known, by its number.
+      parameter_modules: for each argument that is a parameter, by number, the path of its module.
       modules: the paths of all modules around arguments.
       optimizers: the paths of modules that have the state of an optimizer, but no parameters.
       gradient_shapes: module → the shapes that gradients of its own parameters may have: whole or
@@ -77,7 +77,7 @@ class Arguments:
 
         Args:
           module: the program.
-          rows: its arguments, with their paths and roles.
+          rows: the arguments of the program, with their paths and roles.
         """
         rows = [row for row in rows if row.used]
         owners = owners_of_rows(rows)  # in the order of the rows
@@ -97,14 +97,14 @@ class Arguments:
                 around_states.update(enclosing_paths(row.path))
             elif owner.use == "parameters" and owner.place is not None:
                 around_parameters.update(enclosing_paths(row.path))
-                whole = {row.shape, row.shard_shape}
-                of_layer = {dims[1:] for dims in whole}
-                self.gradient_shapes[owner.place.path] |= whole | of_layer
-        # A train state, which is around parameters as well as their moments, is no optimizer.
+                whole_shapes = {row.shape, row.shard_shape}
+                layer_shapes = {dims[1:] for dims in whole_shapes}
+                self.gradient_shapes[owner.place.path] |= whole_shapes | layer_shapes
+        # A train state is around parameters as well as their moments, so it is no optimizer.
         self.optimizers = around_states - around_parameters
 
     def owner(self, number: int) -> Owner:
-        """Returns what the argument with this number counts as."""
+        """Returns the owner of the argument with this number; an unknown one is an input."""
         return self.owners.get(number, Owner(None, "inputs"))
 
 
@@ -113,9 +113,9 @@ class BufferOwners:
 
     Args:
       module: the program.
-      finder: finds the places of its instructions.
-      arguments: what its arguments are for.
-      buffers: what it keeps in memory.
+      finder: the object that finds the places of its instructions.
+      arguments: the arguments of the program, which know what each is for.
+      buffers: the arrays that the program keeps in memory.
 
     Attributes:
       arguments: as given.
@@ -129,28 +129,31 @@ class BufferOwners:
 
     def owner_of(self, buffer: Buffer, allocation: Allocation) -> Owner:
         """Decides what a buffer of an allocation counts as."""
-        # Rule 1: an argument. The memory of a result may hold other arrays before: the result is
-        # the one that is live to the end of the schedule.
+        # Rule 1 is for arguments. The memory of a result may hold other arrays before; only the
+        # array that is live to the end of the schedule is the result.
         is_result = allocation.is_result and buffer.last >= len(self.places) - 1
-        if is_result and allocation.parameter is not None:  # a donated argument, updated in place
+        # A result in the memory of an argument is a donated argument that is updated in place.
+        if is_result and allocation.parameter is not None:
             return self.arguments.owner(allocation.parameter)
-        if buffer.name not in self._module.homes:  # the compiler's own, such as a call's stack
+        # A buffer without an instruction is the compiler's own: the stack of a call, for example.
+        if buffer.name not in self._module.homes:
             return Owner(None, "intermediates")
         array = Value(self._module.homes[buffer.name], buffer.name, buffer.index)
         number = self._module.argument(computing_value(self._module, array, past_user_moves=True))
         if number is not None:
             argument = self.arguments.owner(number)
             return argument._replace(use="outputs") if is_result else argument
-        # Rule 2: the place, which is that of the instruction that computes the array. A move that
-        # the user wrote belongs to the module that moves it, so this time it is not followed.
+        # Rule 2 finds the place of the instruction that computes the array. A move that the user
+        # wrote belongs to the module that moves it, so this time such moves are not followed.
         computed = computing_value(self._module, array)
         maker = self._module.maker(computed)
-        assert maker is not None  # computing_value stops before what damaged text lacks
+        # The maker exists because `computing_value` stops before values that damaged text lacks.
+        assert maker is not None
         place = self._finder.place_of(maker)
         shape = dims_at(maker, computed.index)
         if place is None or not place.path or place.path in self.arguments.optimizers:
             place = self._place_of_parameter(computed, shape) or place
-        # Rule 3: the use.
+        # Rule 3 finds the use.
         if is_result:
             return Owner(place, "outputs")
         if place is None:
@@ -163,24 +166,25 @@ class BufferOwners:
         return Owner(place, "activations" if is_kept else "intermediates")
 
     def _has_backward_step(self, *, after: int, until: int) -> bool:
-        """Tells whether one of these steps of the schedule is in the backward pass."""
-        steps = self._backward_steps  # in order
+        """Tells whether a step behind ``after``, up to ``until``, is in the backward pass."""
+        steps = self._backward_steps  # in increasing order, as `bisect` needs them
         return bisect.bisect(steps, after) < bisect.bisect(steps, until)
 
     def _last_step(self, buffer: Buffer, allocation: Allocation, computed: Value) -> int:
         """Returns the last step at which an array is live, through loops that carry it on.
 
-        The compiler names it anew before, in and after a loop: as several buffers, one after
-        another in one place, that are computed by one instruction. Each begins right after the one
-        before, at the latest.
+        The compiler gives the array a new name before, in and after a loop, so the array is several
+        buffers. They follow each other in the same memory, and one instruction computes all of
+        them. Each buffer begins right after the one before, at the latest.
 
         Args:
-          buffer: the array.
-          allocation: the block of memory that it is in.
-          computed: the value that computes it.
+          buffer: the first buffer of the array.
+          allocation: the block of memory that the buffer is in.
+          computed: the value that computes the array.
         """
         last = buffer.last
-        for later in allocation.values:  # in the order of their first steps, for each offset
+        # The buffers at one offset are in the order of their first steps.
+        for later in allocation.values:
             is_next = buffer.first < later.first <= last + 1
             is_same_memory = (later.offset, later.size) == (buffer.offset, buffer.size)
             if is_next and is_same_memory and later.name in self._module.homes:
@@ -193,35 +197,38 @@ class BufferOwners:
         """Finds the module of a parameter of this shape that a value is computed from.
 
         Optimizers compute outside of modules, from gradients and parameters of one shape. The
-        search goes breadth-first over operands of that shape, up to those that are in a module. A
-        gradient is preferred to a parameter, as it says the pass, too.
+        search goes breadth-first over operands of that shape, up to operands that are in a module.
+        It prefers a gradient to a parameter, because the place of a gradient has the pass, too.
+
+        Returns None if the search meets neither.
         """
-        if not shape:  # numbers are everywhere
+        if not shape:  # Numbers are everywhere, so their shape says nothing.
             return None
         pending, seen = [computed], {computed.name}
-        found: Place | None = None  # the last one that was met
+        # The place of the last parameter or gradient that was met.
+        place_of_match: Place | None = None
         while pending and len(seen) < _MAX_VALUES:
             value = pending.pop(0)
             place = self._place_of_value(value)
-            if place is not None and place.path:  # the search ends at modules
-                # A parameter, or an array of its shape that its module computes.
+            if place is not None and place.path:  # The search ends at modules.
+                # The value is a parameter, or its module computes an array of a parameter's shape.
                 if shape in self.arguments.gradient_shapes[place.path]:
-                    found = place
-                    if place.backward:  # a gradient
+                    place_of_match = place
+                    if place.backward:  # The value is a gradient.
                         break
                 continue
             instruction = self._module.maker(value)
-            # A loop mixes all that it carries.
+            # The search does not go into a loop, because a loop mixes everything that it carries.
             if instruction is None or instruction.opcode == "while":
                 continue
             for operand in self._module.operands(value):
                 source = computing_value(self._module, operand)
                 maker = self._module.maker(source)
-                # An instruction may make a tuple: the shape is that of the array in it.
+                # If an instruction makes a tuple, the shape of the array in the tuple counts.
                 if maker and maker.name not in seen and dims_at(maker, source.index) == shape:
                     seen.add(maker.name)
                     pending.append(source)
-        return found
+        return place_of_match
 
     def _place_of_value(self, value: Value) -> Place | None:
         """Returns the place of an argument, or of the instruction that computes a value."""
