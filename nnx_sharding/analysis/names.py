@@ -28,7 +28,10 @@ def is_within(path: str, module: str) -> bool:
 
 
 def common(paths: Sequence[str]) -> str:
-    """Returns the innermost module that all of these are in; empty without one."""
+    """Returns the path of the innermost module that all of ``paths`` are in; empty without one.
+
+    A path is within itself. There has to be one path at least.
+    """
     inner = [
         path
         for path in [*enclosing_paths(paths[0]), paths[0]]
@@ -40,7 +43,7 @@ def common(paths: Sequence[str]) -> str:
 def operations(operation: str) -> list[str]:
     """Lists the names that XLA joined to one, in two ways: ``f/(a/dot:b/dot)`` and ``f/a;f/b``.
 
-    The first is ``["f/a/dot", "f/b/dot"]``. Brackets within these are not taken apart.
+    The first name becomes ``["f/a/dot", "f/b/dot"]``. Brackets within brackets are not taken apart.
     """
     merged = []
     for name in operation.split(";"):
@@ -61,13 +64,14 @@ def module_of(operation: str, known: Collection[str]) -> str | None:
     The example at the top of this file takes the scopes ``model``, ``blocks[0]`` and ``up``.
     """
     module: str | None = None
-    for scope in operation.split("/")[:-1]:  # the last is the operation itself
-        # Scopes of functions, whose names may be those of modules: ``jit(model)``.
+    for scope in operation.split("/")[:-1]:  # The last part is the operation itself.
+        # Scopes of functions are left out, because a function may have the name of a module:
+        # ``jit(model)``.
         if scope.startswith(("jit(", "pjit(")):
             continue
         part = scope.rpartition("(")[2].rstrip(")")  # "transpose(jvp(model))" → "model"
-        # An attribute of the module so far, ``up``; a key in it, ``[0]``; or another argument of
-        # the function, ``teacher``.
+        # The scope is an attribute of the module so far, ``up``; or a key in it, ``[0]``; or
+        # another argument of the function, ``teacher``.
         paths = [part] if module is None else [f"{module}.{part}", f"{module}{part}", part]
         module = next((path for path in paths if path in known), module)
     return module
