@@ -1,12 +1,12 @@
 """What a function keeps from the forward to the backward pass, and which operation computes it.
 
 Differentiation turns a function into one jaxpr that returns the residuals. Each of them is followed
-back to the operation that computes it: out of the calls that only pass it on, and into those that
-compute it, whose names make up the path of the module.
+back to the operation that computes it: out of calls that only pass it on, and into calls that
+compute it. The names of the calls around the operation make up the path of the module.
 
-The bytes of a device are known where the type says the sharding: on meshes of Explicit axes only.
-On Auto axes the compiler chooses it later, so that the bytes are those of whole arrays, and the
-table says so.
+The bytes of a device are known if the type of the array has its sharding, which is so only on
+meshes of Explicit axes. On Auto axes the compiler chooses the sharding later, so the table has the
+bytes of whole arrays, and says so.
 
 From other modules:
 
@@ -69,7 +69,8 @@ class SavedResiduals(tuple[Residual, ...], Pictured):
     def bytes(self, memory: str = "device") -> int:
         """Sums the bytes of whole arrays that are kept in a memory, not counting arguments.
 
-        Those are in memory in any case. Each device holds less of arrays that are sharded.
+        Arguments do not count because they are in memory in any case. Each device holds less than
+        this of arrays that are sharded.
 
         Args:
           memory: ``"device"`` or ``"host"``.
@@ -80,7 +81,9 @@ class SavedResiduals(tuple[Residual, ...], Pictured):
         return sum(x.bytes for x in self._computed() if x.memory == memory)
 
     def bytes_per_device(self, memory: str = "device") -> int | None:
-        """Sums as :meth:`bytes` what each device holds; None if that of one array is not known.
+        """Sums the bytes that each device holds of the arrays that :meth:`bytes` counts.
+
+        Returns None if the bytes of one array are not known.
 
         Args:
           memory: ``"device"`` or ``"host"``.
@@ -93,7 +96,8 @@ class SavedResiduals(tuple[Residual, ...], Pictured):
 
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields what ``print`` shows: the sums, and a line for each array."""
-        # On each device if that is known of all arrays, or else of whole arrays: not mixed.
+        # The table has bytes on each device only if they are known for all arrays. Otherwise it has
+        # the bytes of whole arrays, so that rows are comparable.
         is_known = all(x.shard_shape is not None for x in self._computed())
         on_device = self.bytes_per_device() if is_known else self.bytes()
         host = self.bytes_per_device("host") if is_known else self.bytes("host")
@@ -121,8 +125,8 @@ class SavedResiduals(tuple[Residual, ...], Pictured):
             )
 
 
-# Primitives by which JAX marks what a policy keeps, as `checkpoint_name` and offloading do; the
-# operation is the one before them.
+# Primitives by which JAX marks the arrays that a policy keeps: `checkpoint_name` and offloading
+# make them. The operation of an array is the one before its marks.
 _MARKS = frozenset({"name", "reduce_precision", "device_put"})
 
 
@@ -137,7 +141,7 @@ def residual_of(
       var: the output.
       jaxpr: the jaxpr.
       names: the expression for each of its inputs.
-      fun_name: the source of what no module computes.
+      fun_name: the source of an array that no module computes.
     """
     aval: Any = var.aval
     memory = "host" if "host" in str(getattr(aval, "memory_space", "")).lower() else "device"
@@ -157,15 +161,16 @@ def residual_of(
         )
 
     while not isinstance(var, Literal):
-        if var in jaxpr.invars:  # go out of the call, to what it was given
+        if var in jaxpr.invars:  # The search goes out of the call, to the argument of the call.
             position = jaxpr.invars.index(var)
             if not calls:
                 return residual("argument", source=names[position])
             outer, call = calls[-1]
-            # The inputs of a jaxpr are the last ones of its call: a `cond` has its predicate before
-            # those of a branch, and a `scan` has as many as its body.
+            # The inputs of a jaxpr are the last inputs of its call: a `cond` has its predicate
+            # before the inputs of a branch, and a `scan` has as many inputs as its body.
             given = call.invars[len(call.invars) - len(jaxpr.invars) + position]
-            # A loop stacks the carry of each step, which is no array outside of it.
+            # If shapes differ, the array is the stack of a loop's carries in each step. No array
+            # outside of the loop has these values.
             if given.aval.shape != aval.shape:  # type: ignore[attr-defined]
                 return residual("carry")
             jaxpr, var = outer, given

@@ -62,22 +62,23 @@ class Hidden:
 
 
 def _beside_compute(transfers: Iterable[Transfer], hardware: Hardware) -> tuple[Hidden, ...] | None:
-    """Returns all collectives, each with the compute that it can hide behind, perhaps none.
+    """Returns a row for each collective, with the compute that it can hide behind, perhaps none.
 
-    None if the time for one is unknown.
+    Returns None if the time for one collective is unknown.
     """
-    sending_seconds: defaultdict[Collective, float] = defaultdict(float)  # over all links
+    # Collective → the seconds to send it, summed over all links.
+    sending_seconds: defaultdict[Collective, float] = defaultdict(float)
     for transfer in transfers:
         if transfer.seconds is None:
             return None
         sending_seconds[transfer.collective] += transfer.seconds
     rows = []
     for collective, seconds in sending_seconds.items():
-        # What the device does while a run of the collective is in progress: flops and accesses to
-        # memory run concurrently.
+        # While a run of the collective is in progress, the device computes and accesses memory at
+        # the same time, so the larger of both times counts.
         flops_s = collective.flops_beside / hardware.flops
         memory_s = collective.bytes_beside / hardware.memory_bandwidth
-        times = collective.times or 0  # known, as the seconds are
+        times = collective.times or 0  # The times are known because the seconds are.
         row = Hidden(
             kind=collective.kind,
             of=collective.of,
@@ -178,8 +179,9 @@ class Roofline(Pictured):
         """
         if self.exposed_s is None or self.seconds is None:
             return self.seconds
-        # ``busy_s`` is None if only sums of flops and bytes are known, not single operations, and
-        # leaves out copies beside these. The device is busy for as long as the sums take at least.
+        # ``busy_s`` is None if only sums of flops and bytes are known, not single operations. It
+        # leaves out copies that run beside operations. The sums are therefore a lower bound of the
+        # time in which the device is busy.
         busy = max(self.busy_s or 0.0, self.compute_s or 0.0, self.memory_s or 0.0)
         return max(self.seconds, busy + self.exposed_s)
 
@@ -197,7 +199,7 @@ class Roofline(Pictured):
         rates = f"at peak rates of {self.hardware}"
         if self.spread is not None:
             rates = f"estimate ± {100 * self.spread:.0f} % by the figures of {self.hardware}"
-        if not self.traffic and self.busy_s is None:  # there is nothing that could overlap
+        if not self.traffic and self.busy_s is None:  # There is nothing that could overlap.
             return rates
         is_scheduled = self.exposed_s is not None
         return f"{rates}, as {'scheduled' if is_scheduled else 'if all of it overlapped'}"
@@ -295,11 +297,11 @@ def roofline_of(
       >>> roofline.compute_s, roofline.memory_s, roofline.bound_by
       (1.0, 0.1, 'compute')
     """
-    peak = hardware_of(hardware)  # fails here if its name is unknown
+    peak = hardware_of(hardware)  # raises for an unknown name
     accessed = None if cost is None else cost.bytes_accessed
     transfers = [] if collectives is None else [*transfers_of(collectives, mesh, peak)]
-    # A program for CPUs is scheduled for these. Peak figures are those of other hardware, but
-    # measured ones (with a spread) those of the CPU itself.
+    # A program for CPUs has a schedule for CPUs. This counts only with measured figures (with a
+    # spread), which are those of the CPU itself, because peak figures are those of other hardware.
     has_schedule = collectives is not None and (platform != "cpu" or peak.spread is not None)
     traffic = traffic_of(transfers)
     beside = None if collectives is None else _beside_compute(transfers, peak)
@@ -333,8 +335,8 @@ def _why_unknown(
 ) -> str:
     """Says why any of the three times is unknown, such as ``the bandwidth of DCN``.
 
-    Those for compute and memory are unknown if the cost is, that for the links if a bandwidth or a
-    number of runs is.
+    The times for compute and memory are unknown if the cost is unknown. The time for the links is
+    unknown if a bandwidth or a number of runs is unknown.
 
     Args:
       cost: what one device does; None if it is unknown.
