@@ -88,11 +88,11 @@ def run_diff(arguments: argparse.Namespace) -> int:
     # A file that cannot be read is a mistake of the command line, with its own exit code.
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
-    # Before the exit code is known: the changes are shown in any case.
+    # The changes are written before the exit code is known, because they are shown in any case.
     write(arguments, changes)
     if arguments.fail_above is None:
         return int(bool(changes))
-    # Each with its strategy, also what --threshold leaves out above.
+    # Each failure has its strategy. Changes that --threshold leaves out above count here, too.
     grown = diff(before, after).grown(arguments.fail_above)
     failures = [(change.strategy, str(change)) for change in grown]
     # A figure that a backend does not report may have grown by anything.
@@ -109,12 +109,12 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
 def run_launch(arguments: argparse.Namespace) -> int:
     """Runs the processes; returns the exit code."""
-    # Both are lists of words: a script and its arguments, or after -m a module and its arguments.
+    # `program` is a list of words: a script and its arguments, or -m, a module and its arguments.
     program = arguments.program if arguments.module is None else ["-m", *arguments.module]
-    # argparse cannot require one of the two.
+    # The check is here, because argparse cannot require one of the two.
     if program in ([], ["-m"]):
         raise UsageError("name a script (train.py) or `-m module`")
-    # Before processes are started, each of which would report it.
+    # A missing file is reported before processes start, because each of them would report it.
     if arguments.module is None and not Path(program[0]).exists():
         raise UsageError(f"no such file: {program[0]}")
     # Options are called like the parameters of `launch`.
@@ -139,7 +139,7 @@ def _sections() -> dict[str, str]:
     """
     installed = Path(__file__).with_name("errors.md")  # setup.py puts it there
     page = installed if installed.exists() else Path(__file__).parents[2] / "docs" / "errors.md"
-    # Without comments of one line, which mark where a script writes messages.
+    # Comments of one line are removed, because they only mark where a script writes messages.
     text = re.sub(r"<!--.*?-->\n", "", page.read_text(encoding="utf-8"))
     # A heading, "## Not divisible", may have an anchor of its own on the line before:
     # "(indivisible)=".
@@ -147,12 +147,12 @@ def _sections() -> dict[str, str]:
     headings = list(re.finditer(pattern, text, flags=re.MULTILINE))
     sections = {}
     for index, heading in enumerate(headings):
-        # A section ends where one of its own level, or of a higher one, begins. So it has its
-        # subsections, which are sections by themselves, too.
+        # A section ends where a section of its own level, or of a higher one, begins. So it
+        # includes its subsections, which are sections by themselves, too.
         level = len(heading["marks"])
         later = (other for other in headings[index + 1 :] if len(other["marks"]) <= level)
         end = next((other.start() for other in later), len(text))
-        # As Sphinx makes anchors of headings, as far as this page has them: "Not divisible" →
+        # Sphinx makes the same anchors from the headings of this page: "Not divisible" →
         # "not-divisible".
         title_anchor = re.sub(r"[^\w\- ]", "", heading["title"].lower()).replace(" ", "-")
         anchor = heading["anchor"] or title_anchor

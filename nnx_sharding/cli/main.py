@@ -20,10 +20,10 @@ from .options import Parser, UsageError, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command, by default that of this process; returns the exit code.
+    """Runs one command, by default the command line of this process; returns the exit code.
 
-    It is 0 after success, 1 after an error, 2 if the command line is wrong. A command may have
-    others.
+    The code is 0 after success, 1 after an error, 2 if the command line is wrong. A command may
+    return other codes.
     """
     # Usage and examples show the command as the user has called it.
     is_script = Path(sys.argv[0]).stem == "nnx-sharding"
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     for module in (programs, numbers, commands):
         module.add_commands(parsers)
-    for command in parsers.choices.values():  # what all commands have
+    for command in parsers.choices.values():  # all commands have the same formatter and options
         command.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
         command.epilog = (command.epilog or "").replace("python -m nnx_sharding", name)
         text = "show the traceback of an error"
@@ -41,12 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.set_defaults(parser=command)  # for the usage below an error
     try:
         return _run(parser.parse_args(argv))
-    except SystemExit as error:  # of argparse: after --help, or if the command line is wrong
+    except SystemExit as error:  # argparse raises it after --help, or for a wrong command line
         return error.code if isinstance(error.code, int) else 2
-    except BrokenPipeError:  # who reads what is printed has ended, such as `head`
-        # Python would flush once more, and print an error.
+    except BrokenPipeError:  # the program that reads our output has ended, for example `head`
+        # Output goes nowhere from now on, because Python would flush once more and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE  # as of a program that the signal ends
+        return 128 + signal.SIGPIPE  # a program that the signal ends has the same code
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -58,11 +58,11 @@ def _run(arguments: argparse.Namespace) -> int:
     """
     try:
         code = int(arguments.run(arguments))
-        # Here, where a broken pipe is caught, and not when Python ends.
+        # Output is flushed here, because a broken pipe is caught here, and not when Python ends.
         sys.stdout.flush()
         return code
     except UsageError as error:
-        # By the class, of which type checkers know that it exits.
+        # The method is called by the class, because type checkers know that it does not return.
         Parser.error(arguments.parser, str(error))
     except BrokenPipeError:
         raise
@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
         say(f"{arguments.command}: stopped by SIGINT", error=True)
         return 128 + signal.SIGINT
     except Exception as error:
-        # One line says enough of most errors, which are of the user's code.
+        # One line is enough for most errors, because they are errors of the user's code.
         if arguments.traceback:
             raise
         say(f"{arguments.command}: {error or type(error).__name__}", error=True)

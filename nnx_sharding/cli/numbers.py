@@ -1,9 +1,10 @@
-"""``same``: whether a step computes the same numbers on the true mesh as on one device.
+"""``same`` checks that a step computes the same numbers on the true mesh as on one device.
 
-The check runs in a process with as many virtual devices as the mesh has (`call_with_devices`).
-There the user's function is called for the arguments; if it takes a configuration, the numbers in
-it are made smaller first (`shrink`). `with_values` fills abstract arguments, `unjitted` takes the
-function and its options out of `jit`, and `assert_same` compares.
+The check runs in a process with as many virtual devices as the mesh has (`call_with_devices`). In
+that process the user's function is called for the step and its arguments. If the function takes a
+configuration, the numbers in the configuration are made smaller first (`shrink`). `with_values`
+fills abstract arguments, `unjitted` takes the function and its options out of `jit`, and
+`assert_same` compares.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def run_same(arguments: argparse.Namespace) -> int:
     if min(arguments.mesh.values()) < 1:
         raise UsageError("--mesh: give each axis its size; -1 needs a number of devices")
     types = arguments.axis_types or (AxisType.Explicit,)
-    if len(types) == 1:  # for all axes
+    if len(types) == 1:  # one type is for all axes
         types = types * len(arguments.mesh)
     if len(types) != len(arguments.mesh):
         raise UsageError("--axis-types: give one type, or one for each axis of --mesh")
@@ -102,14 +103,14 @@ def _check(
     config: str | None,
     **options: Any,
 ) -> None:
-    """Runs in a process with virtual devices: compares a step on a mesh of these with one device.
+    """Compares a step on a mesh of virtual devices with one device, in a process that has these.
 
     Args:
-      target: names the user's function, which makes the step and its arguments.
-      sizes: those of the mesh axes.
+      target: the name of the user's function, which makes the step and its arguments.
+      sizes: the sizes of the mesh axes by name.
       types: the type of each axis.
-      config: names the configuration for the function; None to make its default smaller.
-      **options: those of `assert_same`.
+      config: the name of the configuration for the function; None to make its default smaller.
+      **options: the options of `assert_same`.
 
     Raises:
       AssertionError: the numbers differ.
@@ -130,7 +131,8 @@ def _check(
         return value
 
     with jax.set_mesh(mesh), user_code(f"{target} failed"):
-        # The configuration that is passed, and what it changes, to print: ["width 1,024 → 4"].
+        # `chosen` is the configuration for the function. `changes` are texts to print: ["width
+        # 1,024 → 4"].
         chosen, changes = None, ["nothing: the function has no parameter `config`"]
         if config is not None:
             chosen, changes = find(config, is_function=False), [f"as {config} says"]
@@ -138,14 +140,16 @@ def _check(
             default = parameters["config"].default
             if default is inspect.Parameter.empty:
                 raise UserError(f"{target}: `config` has no default; name one by --config")
-            # Nothing is printed while it shrinks: all changes are below.
+            # Nothing is printed while the configuration shrinks, because all changes are printed
+            # below.
             chosen, changes = shrink(build, default, on_change=lambda text: None)
         step, *args = build(chosen)
-        # The user's function, and the options to jit it again, on one device and on the mesh.
+        # `assert_same` jits the user's function again with its options, on one device and on the
+        # mesh.
         fun, declared = unjitted(step)
         say(f"shrunk: {', '.join(changes) or 'nothing'}\n{_NOT_PROVED}")
-        sys.stdout.flush()  # before what the check takes, or a crash
+        sys.stdout.flush()  # the check may take minutes, or crash
         shardings = declared.pop("in_shardings")
-        del declared["compiler_options"]  # of the compiler for the devices of the job
+        del declared["compiler_options"]  # options for the devices of the job, not for CPUs
         values = with_values(tuple(args))
     assert_same(fun, *values, shardings=shardings, mesh=mesh, **declared, **options)

@@ -339,7 +339,7 @@ need no change. The page "Debugging communication" says how:"""
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Shows the report; returns the exit code."""
-    # What the compiler remarks on is only in its log. It is read at the end of the block, where the
+    # The compiler's remarks are only in its log. The log is read at the end of the block. Then the
     # list `remarks` gets a record of each array that is gathered as a whole.
     with _compat.compiler_log(rematerializations) as remarks:
         report = _call_user_function(arguments, _make_report)
@@ -348,14 +348,14 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     if remarks:
         lines = [f"  {remark.text(report)}" for remark in remarks]
         say("\n".join([_REMATERIALIZED, *lines]), error=True)
-    # A comparison of this one report finds the limit: that of --memory-limit, else of the hardware.
+    # A comparison of this one report finds the limit: --memory-limit, or the limit of the hardware.
     judged = Comparison({report.name: report}).judged(
         memory_limit=arguments.memory_limit, hardware=arguments.hardware
     )
     if judged.fits(report.name):
         return 0
     peak = None if report.memory is None else report.memory.peak
-    # An unknown peak does not fit either: the exit code has to be safe for scripts.
+    # An unknown peak does not fit either, because the exit code has to be safe for scripts.
     needs = "the backend reports no memory" if peak is None else f"needs {bytes_text(peak)}"
     limit = f"the limit is {bytes_text(judged.memory_limit)} on each device"
     say(f"inspect: {report.name}: {needs}; {limit}", error=True)
@@ -363,12 +363,12 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 
 def _warn_if_unsharded(arguments: argparse.Namespace, name: str, report: ProgramReport) -> None:
-    """Names the most frequent mistake, if a user made it: a mesh, but no shardings.
+    """Prints a warning if a program has a mesh but no shardings, the most frequent mistake.
 
-    ``name`` is that of the program in the output of the command.
+    ``name`` is the name of the program in the output of the command.
     """
-    is_whole = all(row.bytes_per_device == row.bytes_total for row in report.parameters)
-    if report.num_devices > 1 and report.parameters and is_whole:
+    is_replicated = all(row.bytes_per_device == row.bytes_total for row in report.parameters)
+    if report.num_devices > 1 and report.parameters and is_replicated:
         say(
             f"{arguments.command}: {name} is not sharded: each of the {report.num_devices} devices "
             "holds all arguments. Give jit in_shardings=..., or search for them with plan.",
@@ -379,13 +379,13 @@ def _warn_if_unsharded(arguments: argparse.Namespace, name: str, report: Program
 def run_source(arguments: argparse.Namespace) -> int:
     """Shows the table of lines; returns the exit code."""
     lines = _call_user_function(arguments, _make_lines)
-    data = json_text(lines.as_dict())  # of all lines in any case
+    data = json_text(lines.as_dict())  # JSON has all lines, even without --all
     if arguments.json == "-":
         say(data)
         return 0
     if arguments.json is not None:
         write_file(Path(arguments.json), data.encode())
-    say(lines.full() if arguments.all else lines)  # else with the largest item of each line only
+    say(lines.full() if arguments.all else lines)  # `lines` shows the largest item of each line
     return 0
 
 
@@ -410,7 +410,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         changes = changes_since(file, report, arguments.tolerance)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if changes:  # what matters, and what to do, before the details, which may be long
+    if changes:  # totals and the remedy come before the details, because these may be long
         say(f"{report.name} is not as {file} says: {totals_since(file, report)}.")
         say(f"If this is wanted, write {file} again: {_lock_command(arguments)}.")
     say(described(changes, report))
@@ -423,7 +423,7 @@ def _lock_command(arguments: argparse.Namespace) -> str:
 
 
 def _lock_file(arguments: argparse.Namespace) -> Path:
-    """Returns the lock file: that of the option, or ``step.lock`` of ``train.py:Model.step``."""
+    """Returns the lock file of the option, or ``step.lock`` for ``train.py:Model.step``."""
     name = arguments.target.rpartition(":")[2].rpartition(".")[2]
     return file_path(arguments.file or f"{name}.lock")
 
@@ -437,11 +437,11 @@ def _show_comparison(arguments: argparse.Namespace, comparison: Comparison) -> i
     """Prints and writes a comparison; returns the exit code: 0 if all compile, and one fits."""
     comparison = comparison.judged(memory_limit=arguments.memory_limit, hardware=arguments.hardware)
     write(arguments, comparison)
-    # One strategy that fails does not hide the others, but shows in the exit code.
+    # A strategy that fails does not hide the others, but changes the exit code.
     failed = [name for name, report in comparison.reports.items() if isinstance(report, Failure)]
     if failed:
         say(f"compare: failed: {', '.join(failed)}", error=True)
-    # Without reports, the comparison that is printed says why nothing was compiled.
+    # If there are no reports, the printed comparison says why nothing was compiled.
     elif comparison.reports and not comparison.fitting:
         limit = bytes_text(comparison.memory_limit)
         say(f"compare: no strategy fits {limit} on each device", error=True)
@@ -455,18 +455,18 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 def _show_plan(arguments: argparse.Namespace, result: PlanningResult) -> int:
     """Prints and writes a plan; returns the exit code."""
-    best = result.best  # None if no candidate fits: an error, after which a script has to stop
+    best = result.best  # None if no candidate fits, an error after which a script has to stop
     if best is not None:
         title = f"Plan: {best.name}"
     else:
         title = "Plan: none fits" if result.comparison.reports else "Plan: none was compiled"
-    # The page says what was tried in any case: `explained` is the summary, and why others are
-    # worse.
+    # The page says in any case what was tried: `explained` returns the summary, and the reasons why
+    # other candidates are worse.
     write(arguments, result.comparison, title, head="\n".join(result.explained()))
     summary = "\n".join(result.summary())
     if best is None:
         say(summary, error=True)
-    elif arguments.json != "-":  # with that, nothing but the JSON is printed
+    elif arguments.json != "-":  # with `--json -`, nothing but the JSON is printed
         say(summary)
     return int(best is None)
 
@@ -478,8 +478,9 @@ def _search(
 ) -> int:
     """Makes a result as `_call_user_function` does, and shows it; returns the exit code.
 
-    A search takes minutes to hours, and batch systems end a job with SIGTERM. So SIGTERM does here
-    what Ctrl-C does: what was compiled until then is shown and written to the files.
+    SIGTERM has the effect of Ctrl-C, because a search takes minutes to hours, and batch systems end
+    a job with SIGTERM: the results until then are shown and written to the files, and the exit code
+    is 128 + the number of the signal.
     """
     stopped_by = signal.SIGINT
 
@@ -509,21 +510,21 @@ def _check_donate(arguments: argparse.Namespace, target: str, function: object) 
       function: the function to jit, or anything else that was returned in its place.
 
     Raises:
-      UserError: it is jitted already, so that the option would have no effect.
-      UsageError: it has no parameter of that name.
+      UserError: the function is jitted already, so the option would have no effect.
+      UsageError: the function has no parameter of that name.
     """
     if arguments.donate is None:
         return
-    # All of these are jitted: it is too late to choose what is donated.
+    # Functions of these types are jitted, so it is too late to choose donated arguments.
     if isinstance(function, Lifted | ProgramReport | Traced | Lowered | Compiled):
         raise UserError(
             f"{target} returned {function!r:.200}. --donate is for functions that are not jitted; "
             "give jit donate_argnames instead."
         )
-    # What is no function has none; the caller refuses it.
+    # A value that is no function has no parameters; the caller refuses it.
     names = inspect.signature(function).parameters if callable(function) else ()
     unknown = set(arguments.donate).difference(names)
-    # `jit` would say so too, but as an error of the user's function.
+    # `jit` would raise an error too, but it would count as an error of the user's function.
     if unknown:
         listed = ", ".join(sorted(f"{name!r}{suggestion(name, names)}" for name in unknown))
         raise UsageError(f"--donate: the function has no parameter {listed}")
@@ -550,8 +551,9 @@ def _make_plan(arguments: argparse.Namespace, target: str, value: object) -> Pla
             f"{target} returned {value!r:.200}. It has to return (step, *arguments), a mapping "
             "from variants to such tuples, or what plan returned."
         )
-    # A mapping of variants has the arguments in each of its tuples; `plan` takes it alone. It also
-    # takes (variants, *arguments), where variants are functions that share these.
+    # A mapping of variants has the arguments in each of its tuples, so `plan` gets the mapping
+    # alone. `plan` also takes (variants, *arguments), where variants are functions with the same
+    # arguments.
     step, *args = (value,) if isinstance(value, Mapping) else value
     variants = [*step.values()] if isinstance(step, Mapping) else [step]
     for variant in variants:
@@ -561,7 +563,7 @@ def _make_plan(arguments: argparse.Namespace, target: str, value: object) -> Pla
     options = _jit_options(arguments)
     options |= {"num_slices": arguments.slices, "cache_dir": arguments.cache}
     options["meshes"] = None if arguments.mesh is None else [arguments.mesh]
-    # These are called like the parameters of `plan`.
+    # These options have the names of parameters of `plan`.
     for name in (
         "strategies", "maximize", "time_limit", "memory_limit", "hardware", "by_module", "most",
         "measure",
@@ -570,14 +572,14 @@ def _make_plan(arguments: argparse.Namespace, target: str, value: object) -> Pla
     with user_code(f"what {target} returned cannot be planned"):
         try:
             return plan(step, *args, **options)
-        except ValueError as error:  # of plan, which says what is wrong
+        except ValueError as error:  # the text of `plan` already says what is wrong
             raise UserError(str(error).removeprefix("plan: ")) from error
 
 
 def _call_user_function(arguments: argparse.Namespace, make: Make[T]) -> T:
-    """Calls the user's function, and returns what ``make`` makes of what it returns.
+    """Calls the user's function, and returns the result that ``make`` makes of its value.
 
-    Both run in the context of the mesh and the topology of the command line.
+    Both functions run in the context of the mesh and the topology of the command line.
 
     Raises:
       UsageError: the options do not go together, or there is no such function.
@@ -597,7 +599,7 @@ def _call_user_function(arguments: argparse.Namespace, make: Make[T]) -> T:
         except ValueError as error:
             raise UsageError(str(error)) from None
         if mesh is not None:
-            # While the function is called and while its result is compiled.
+            # The mesh is in context while the function is called and while its result is compiled.
             context.enter_context(jax.set_mesh(mesh))
         parameter = inspect.signature(function).parameters.get("mesh")
         # A function may have a mesh of its own as the default.
@@ -605,7 +607,7 @@ def _call_user_function(arguments: argparse.Namespace, make: Make[T]) -> T:
         if needs_mesh and mesh is None:
             if arguments.command != "plan":
                 raise UsageError(f"{arguments.target} takes a mesh: add one, such as --mesh data=8")
-            # Any will do, as `plan` chooses others, with which it traces the step again.
+            # Any mesh will do, because `plan` chooses other meshes and traces the step again.
             replicas = {"replica": arguments.slices} if arguments.slices > 1 else {}
             mesh = planning_mesh({**replicas, "data": -1, "model": 1})
         with user_code(f"{arguments.target} failed"):
@@ -614,7 +616,10 @@ def _call_user_function(arguments: argparse.Namespace, make: Make[T]) -> T:
 
 
 def _use_virtual_devices(number: int) -> None:
-    """Lets JAX have virtual CPU devices, which it cannot once it is initialized."""
+    """Lets JAX have virtual CPU devices.
+
+    Raises a UsageError if JAX is initialized already with another number of devices.
+    """
     try:
         jax.config.update("jax_num_cpu_devices", number)
         jax.config.update("jax_platforms", "cpu")
@@ -635,7 +640,7 @@ def _make_report(arguments: argparse.Namespace, target: str, value: Any) -> Prog
         return value if hardware is None else value.with_roofline(hardware)
     with user_code(f"what {target} returned cannot be compiled"):
         compiled = _compile(_stage_of(arguments, target, value, others="or a report"))
-        # A lock file also has the rule that decides the sharding of each argument.
+        # The report for a lock file also has the rule that decides each argument's sharding.
         is_for_lock = arguments.command in ("lock", "check")
         make_report = report_with_rules if is_for_lock else Compiled.report
         return make_report(compiled, hardware=hardware, by_module=arguments.by_module)
@@ -644,7 +649,7 @@ def _make_report(arguments: argparse.Namespace, target: str, value: Any) -> Prog
 def _make_lines(arguments: argparse.Namespace, target: str, value: Any) -> LineTable:
     """Compiles a program that a function returned, unless it is traced, and lists its lines."""
     with user_code(f"what {target} returned cannot be compiled"):
-        if isinstance(value, Traced):  # its lines have costs, but no hardware to run on
+        if isinstance(value, Traced):  # lines of a traced program have costs, but no hardware
             _check_donate(arguments, target, value)
             return value.by_line()
         compiled = _compile(_stage_of(arguments, target, value))
@@ -656,7 +661,7 @@ def _make_lines(arguments: argparse.Namespace, target: str, value: Any) -> LineT
 def _stage_of(
     arguments: argparse.Namespace, target: str, value: Any, others: str = ""
 ) -> Traced | Lowered | Compiled:
-    """Returns the program in what the user's function returned; a function is traced for it.
+    """Returns the program that the user's function returned, or traces the function it returned.
 
     Args:
       arguments: the command line.
@@ -682,7 +687,7 @@ def _stage_of(
 
 
 def _compile(stage: Traced | Lowered | Compiled) -> Compiled:
-    """Lowers and compiles a stage, as far as it is not."""
+    """Returns a stage compiled; a stage that is not lowered is lowered first."""
     if isinstance(stage, Traced):
         stage = stage.lower()
     return stage.compile() if isinstance(stage, Lowered) else stage

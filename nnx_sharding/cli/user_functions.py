@@ -23,16 +23,17 @@ class UserError(RuntimeError):
 
 @contextlib.contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Makes a UserError of whatever the user's code raises in the block.
+    """Raises a UserError for any error that the user's code raises in the block.
 
-    ``what`` is the beginning of its text: ``train.py:step failed``.
+    ``what`` is the beginning of its text: ``train.py:step failed``. A KeyboardInterrupt, and the
+    UsageError or UserError of a nested block, are raised as they are.
     """
     try:
         yield
-    # The first two are from a nested block, with a message of its own.
+    # A UsageError or UserError comes from a nested block, and has a message already.
     except (UsageError, UserError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # such as a SystemExit, which would end this program
+    except BaseException as error:  # a SystemExit, for example, would end this program
         text = f": {error}" if str(error) else ""
         raise UserError(f"{what}: {type(error).__name__}{text}") from error
 
@@ -43,10 +44,10 @@ def find(text: str, *, is_function: bool = True) -> Any:
     Args:
       text: ``package.module:function``, ``path/to/file.py:function``, or with the name of a class
         in front of the function: ``train.py:Model.step``.
-      is_function: whether it has to be a function, not any value.
+      is_function: whether the value has to be a function.
 
     Raises:
-      UsageError: there is none.
+      UsageError: there is no such function or value.
       UserError: the module cannot be imported.
     """
     place, _, name = text.rpartition(":")
@@ -59,7 +60,7 @@ def find(text: str, *, is_function: bool = True) -> Any:
     # A method or a static function of a class may be named, too.
     for part in name.split("."):
         if not hasattr(value, part):
-            # The public names of the module or class. `suggestion` is empty if none is similar.
+            # `suggestion` is empty if no public name of the module or class is similar.
             names = [known for known in vars(value) if not known.startswith("_")]
             raise UsageError(f"{place} has no {name!r}{suggestion(part, names)}")
         value = getattr(value, part)
@@ -73,7 +74,8 @@ def _import(place: str) -> Any:
     path = Path(place).resolve() if place.endswith(".py") else None
     if path is not None and not path.is_file():
         raise UsageError(f"no such file: {place}.")
-    # As Python does: a file may import its neighbours, a module what is in the current folder.
+    # As with `python`, a file may import modules from its own folder, and a module may import
+    # modules from the current folder.
     folder = str(path.parent if path else Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -82,8 +84,8 @@ def _import(place: str) -> Any:
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # The module may be there, and lack what it imports itself. If not, the error names it
-            # or a package that it is in: `a` or `a.b` of `a.b`.
+            # The module may exist but import a missing module. If the module itself is missing, the
+            # error names it or its package: `a` or `a.b` for `a.b`.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             raise UsageError(f"no module named {error.name!r}.") from None
