@@ -1,7 +1,7 @@
-"""``ArraySharder``: a module that shards batches, with the names of ``datarax.sharding``.
+"""``ArraySharder`` is a module that shards batches, with the names of ``datarax.sharding``.
 
 Pipelines of Datarax are made of modules with a state: counts of batches, statistics, random
-streams. This module has that state, under the same names, and shards with this library:
+streams. `ArraySharder` has the same state under the same names, and shards with this library:
 `assign_shardings` turns a prefix of specs into the sharding of each array, `apply_shardings` moves
 the arrays (in a trace: constrains them), and `rebuild` puts them into the caller's tree.
 """
@@ -39,9 +39,9 @@ class SharderModuleConfig:
     Attributes:
       cacheable: accepted as by Datarax; a sharder caches nothing.
       batch_stats_fn: a function, or a module, from a batch to a dict of statistics.
-      precomputed_stats: in its place, statistics that are known from the start.
+      precomputed_stats: statistics that are known from the start, instead of ``batch_stats_fn``.
       sharding_rules: pairs, or a mapping, as for :class:`~nnx_sharding.partition.LogicalRules`;
-        kept as a tuple of pairs. Without rules, logical names are those of mesh axes.
+        kept as a tuple of pairs. Without rules, logical names are names of mesh axes.
     """
 
     cacheable: bool = False
@@ -52,7 +52,7 @@ class SharderModuleConfig:
     def __post_init__(self) -> None:
         """Checks the options, and brings them into hashable form."""
         function, stats = self.batch_stats_fn, self.precomputed_stats
-        # As in Datarax, where the second would never be read.
+        # Both together are refused as in Datarax, because `precomputed_stats` would never be read.
         if function is not None and stats is not None:
             raise ValueError("batch_stats_fn and precomputed_stats are both given: leave one out.")
         if function is not None and not callable(function):
@@ -60,7 +60,8 @@ class SharderModuleConfig:
         if stats is not None:
             object.__setattr__(self, "precomputed_stats", _statistics(stats))
         if self.sharding_rules is not None:
-            # A tuple, so that equal configurations are equal and hashable.
+            # The rules become a tuple, so that configurations with equal rules are equal and
+            # hashable.
             object.__setattr__(self, "sharding_rules", LogicalRules(self.sharding_rules).rules)
 
 
@@ -112,16 +113,16 @@ class ArraySharder(nnx.Module):
         if not isinstance(self.config, SharderModuleConfig):
             raise TypeError(f"config must be a SharderModuleConfig, got {config!r}.")
         self.rngs, self.name = rngs, name
-        # The config is static: what a module in it changed in a traced function would be lost. So
-        # the sharder has that module as an attribute, too.
+        # The config is static, so changes of a module in it would be lost in a traced function. The
+        # sharder therefore has that module as an attribute, too.
         stats_fn = self.config.batch_stats_fn
         self.batch_stats_module = stats_fn if isinstance(stats_fn, nnx.Module) else None
-        # With the names that Datarax gives them, as states that it saved have to fit. They are
-        # Variables, so that a traced function returns their changes, and the counts are arrays of
-        # the dtype in such a state.
+        # The attributes have the names of Datarax, because states that Datarax saved have to fit.
+        # They are Variables, so that a traced function returns their changes. The counts have the
+        # dtype that they have in such a state.
         self._applied_count = nnx.Variable(jnp.zeros((), jnp.int32))
         self._skipped_count = nnx.Variable(jnp.zeros((), jnp.int32))
-        # Copied, as the config is shared by all sharders that are made of it.
+        # The statistics are copied, because all sharders of one config share it.
         self._computed_stats = nnx.Variable(_copied(self.config.precomputed_stats))
 
     def shard(self, batch: object, sharding: object) -> Any:
@@ -131,7 +132,7 @@ class ArraySharder(nnx.Module):
     @staticmethod
     def shard_static(batch: object, sharding: object) -> Any:
         """Does the same as :meth:`shard` without a sharder, and is not counted."""
-        name = "ArraySharder.shard"  # in messages: all methods do what this one does
+        name = "ArraySharder.shard"  # messages of all methods name this one
         flat = flatten(batch)
         # `whole`: UNCONSTRAINED dimensions are refused. `adapt`: a spec may be longer than the
         # rank.
@@ -159,7 +160,7 @@ class ArraySharder(nnx.Module):
         """Does the same as :meth:`shard_with_info` without a sharder, and is not counted."""
         result = ArraySharder.shard_static(batch, sharding)
         if info is not None:
-            # Only on request: it goes through all arrays.
+            # The table is made only for `info`, because it goes through all arrays.
             held = device_bytes(parameter_table(result))
             info["batch_pre_sharding"] = _described(batch)
             info["batch_post_sharding"] = _described(result) | {"bytes_per_device": held}
@@ -191,7 +192,8 @@ class ArraySharder(nnx.Module):
         """
         in_specs = self.get_partition_spec(in_spec)
         out_specs = in_specs if out_spec is None else self.get_partition_spec(out_spec)
-        # A new wrapper in each call costs no new trace: JAX keeps traces with the function.
+        # A new wrapper in each call causes no new trace, because JAX keeps traces with the
+        # function.
         apply = shard_map(transform_fn, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs)
         return self._counted(batch, apply(batch))
 
@@ -220,7 +222,7 @@ class ArraySharder(nnx.Module):
             text = "draws from a random stream: make the sharder with rngs=nnx.Rngs(0)."
             raise ValueError(f"create_sharded_param {text}")
         make = init_fn
-        shape = tuple(shape)  # hashable, as a static argument has to be
+        shape = tuple(shape)  # a static argument has to be hashable
         sharding = None
         metadata: dict[str, Any] = {"out_sharding": tuple(logical_spec)}  # the entries of a spec
         mesh_or_context = _compat.context_mesh() if mesh is None else mesh
@@ -228,27 +230,28 @@ class ArraySharder(nnx.Module):
             sharding = self._sharding_of(shape, logical_spec, mesh_or_context)
             # An abstract mesh has no devices on which the parameter could be made sharded.
             if isinstance(sharding.mesh, Mesh):
-                # In one program, each device makes its shard only.
+                # A compiled program makes only its shard on each device.
                 make = jax.jit(init_fn, static_argnums=1, out_shardings=sharding)
-            metadata["mesh"] = mesh_or_context  # for Flax, which makes shardings of such names
-        # A spec names mesh axes, to which rules for names do not apply.
+            metadata["mesh"] = mesh_or_context  # Flax makes shardings from the names on this mesh
+        # Rules are for logical names. They do not apply to a spec, because it names mesh axes.
         if self.config.sharding_rules and not isinstance(logical_spec, PartitionSpec):
             metadata["sharding_rules"] = self.config.sharding_rules
-        # In a trace, where JAX may ignore out_shardings, or return a sharding of a kind that has no
-        # spec, the value is constrained to the right one.
+        # The value is constrained to its sharding, because in a trace JAX may ignore out_shardings,
+        # or return a sharding of a kind that has no spec.
         [value] = apply_shardings([make(self.rngs.params(), shape)], [sharding])
         param = nnx.Param(value)
-        # Passed to Param as arguments, they would shard the value once more.
+        # Metadata are set afterwards, because as arguments of Param they would shard the value once
+        # more.
         param.set_metadata(metadata)
         return param
 
     def _sharding_of(
         self, shape: tuple[int, ...], logical_spec: object, mesh: Mesh | AbstractMesh
     ) -> NamedSharding:
-        """Returns the sharding of an array by its logical names, or raises that they do not fit."""
+        """Returns the sharding of an array by its logical names; raises an error if none fits."""
         spec = self.get_partition_spec(logical_spec)
-        abstract = jax.ShapeDtypeStruct(shape, "float32")  # of any dtype
-        # ``whole``: UNCONSTRAINED dimensions, which a compiler would choose, are refused.
+        abstract = jax.ShapeDtypeStruct(shape, "float32")  # any dtype would do
+        # ``whole`` refuses UNCONSTRAINED dimensions, because a compiler would choose their axes.
         options: Any = {"mesh": mesh, "caller": "create_sharded_param", "whole": True}
         _, [sharding] = assign_shardings(abstract, flatten(abstract), spec, **options)
         checked: NamedSharding = sharding
@@ -292,7 +295,7 @@ class ArraySharder(nnx.Module):
 
     def _counted(self, batch: object, result: object) -> Any:
         """Counts a batch as applied, or as skipped if it has no array; returns the result."""
-        # Datarax counts a batch of nothing but texts as skipped.
+        # Datarax counts a batch as skipped if it has nothing but texts.
         has_arrays = any(map(is_shardable, flatten(batch).leaves))
         counter = self._applied_count if has_arrays else self._skipped_count
         counter[...] += 1
@@ -300,7 +303,8 @@ class ArraySharder(nnx.Module):
 
     def compute_statistics(self, data: object) -> Any:
         """Computes, keeps and returns statistics of a batch; None without ``batch_stats_fn``."""
-        # The sharder's own module: the module in the config is static, and would not be updated.
+        # The sharder's own module is called, because the module in the config is static and would
+        # not be updated.
         function = self.batch_stats_module or self.config.batch_stats_fn
         if function is not None:
             self.set_statistics(function(data))
@@ -357,10 +361,11 @@ class ArraySharder(nnx.Module):
             for path in all_paths
             if given.get(path) != expected.get(path)
         ]
-        # Raises if there are lines. Up to the first line that changes the sharder, all may raise.
+        # An error is raised only if there are lines. All statements that may raise an error come
+        # before the first statement that changes the sharder.
         raise_listed(ValueError, "this is not a state of the sharder:", lines)
-        # Statistics may have any form, and Flax would ask for that of the present ones. So they are
-        # set by themselves.
+        # Statistics are set by themselves, because they may have any form, and Flax would require
+        # the form of the present ones.
         stats = values.pop("_computed_stats", None)
         if stats is not None:
             stats = _statistics(stats)
@@ -396,9 +401,12 @@ def _copied(tree: object) -> Any:
 
 
 def _types(state: Mapping[str, object]) -> dict[str, str]:
-    """Returns the type of each array of a state, by its path; statistics may be anything."""
-    others = {key: value for key, value in state.items() if key != "_computed_stats"}
-    types = jax.tree_util.tree_leaves_with_path(jax.tree.map(jax.typeof, others))
+    """Returns the type of each array of a state as text, by its path.
+
+    Statistics are left out, because they may have any form.
+    """
+    typed_part = {key: value for key, value in state.items() if key != "_computed_stats"}
+    types = jax.tree_util.tree_leaves_with_path(jax.tree.map(jax.typeof, typed_part))
     return {jax.tree_util.keystr(path): f"{t.dtype}{[*t.shape]}" for path, t in types}
 
 
@@ -410,5 +418,5 @@ def _described(batch: object) -> dict[str, Any]:
 
 
 def _is_names(x: object) -> bool:
-    """Whether ``x`` has the logical names of one array: a list of them is not a pytree."""
+    """Whether ``x`` has the logical names of one array: a tuple, or a list with a text."""
     return isinstance(x, tuple) or (isinstance(x, list) and any(isinstance(n, str) for n in x))

@@ -101,7 +101,7 @@ def get_incontext_mesh(raise_error: bool = True) -> AnyMesh:
     if mesh is None and raise_error:
         text = "no mesh in context. Use `with jax.set_mesh(mesh):`, or pass mesh=..."
         raise NoContextMeshError(text)
-    # As eformer, whose callers ask `mesh.empty`.
+    # An empty mesh is returned as by eformer, because its callers ask `mesh.empty`.
     return Mesh(np.empty((), dtype=object), ()) if mesh is None else mesh
 
 
@@ -119,7 +119,7 @@ def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) ->
     """Returns the product of the sizes of axes of a mesh; a KeyError if it does not have them."""
     shape = (get_incontext_mesh() if mesh is None else mesh).shape
     names = _axes(axis_names)
-    # A KeyError as in eformer, but with all names that are unknown.
+    # The error is a KeyError as in eformer, but names all unknown axes.
     unknown = [f"{n!r}{suggestion(n, shape)}" for n in names if n not in shape]
     if unknown:
         axes = ", ".join(map(repr, shape))
@@ -160,17 +160,17 @@ def get_corrected_named_sharding(
     """
     name = "get_corrected_named_sharding"
     check_specs(name, PartitionSpec, partition_spec=Specs(partition_spec))
-    # In a `shard_map`, axes that it maps over are no longer to be used: they are Manual there, and
-    # `fit_sharding` drops them.
+    # In a `shard_map`, the mapped axes are Manual and can no longer be used, so `fit_sharding`
+    # drops them.
     mesh = mesh_in_trace(get_incontext_mesh(raise_mesh_error) if mesh is None else mesh)
     if mesh.empty:
         return NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
     fit = fit_sharding(partition_spec, mesh, shape, on_indivisible="drop", lenient=True)
-    if fit.problems:  # such as an axis that is named twice
+    if fit.problems:  # for example, an axis is named twice
         raise_listed(ValueError, f"{name}:", [fit.line("array")])
     if fit.corrections:
         warn_of_corrections(name, [fit.line("array")], strict=False)
-    return NamedSharding(mesh, fit.sharding)  # as that of a spec is a spec
+    return NamedSharding(mesh, fit.sharding)  # `fit.sharding` of a spec is a spec
 
 
 _LOG = logging.getLogger("nnx_sharding")
@@ -244,14 +244,14 @@ def match_partition_rules(
         StateSharding(pairs)  # made only for its error, if there is anything else than specs
     if min_size is None:  # read at each call, as eformer does
         min_size = int(os.environ.get("MIN_SHARDING_SIZE", 16384))
-    # It returns the spec of each Variable, and notes what is wrong for one error below.
+    # The chooser returns the spec of each Variable, and collects problems for one error below.
     chooser = _SpecChooser(pairs, min_size, strict, mesh)
     result = map_variables(tree, chooser.choose)
     problems = {
         "no rule matches": chooser.unmatched,
         "these specs do not fit the mesh": chooser.mismatches,
     }
-    # `by_kind` leaves out a kind without lines.
+    # `by_kind` leaves out kinds without lines, so no error is raised if there are none.
     raise_listed(ValueError, f"{name}:", by_kind(problems))
     _warn_of_unused(name, pairs, chooser.matches)
     return result
@@ -259,16 +259,17 @@ def match_partition_rules(
 
 @dataclasses.dataclass
 class _SpecChooser:
-    """Chooses the spec of each Variable by rules, and collects what is wrong for one error.
+    """Chooses the spec of each Variable by rules, and collects problems for one error.
 
     Attributes:
       pairs: the rules, each a filter and a spec.
       min_size: arrays with fewer elements are replicated, if ``strict``.
-      strict: as by eformer: whether specs are truncated to the rank of their arrays, and small
-        arrays and empty Variables get none; else each Variable gets the spec of its rule unchanged.
+      strict: whether specs are truncated to the rank of their arrays, small arrays get ``P()`` and
+        empty Variables None, as by eformer. Otherwise each Variable gets the spec of its rule
+        unchanged.
       mesh: the mesh that specs have to fit; None for no check.
-      matches: for each Variable, the numbers of all rules that match it, not of the first alone: so
-        it is known which of them decide nothing.
+      matches: for each Variable, the numbers of all rules that match it. The first one decides. The
+        others are needed to warn of rules that decide nothing.
       unmatched: lines about Variables without a rule.
       mismatches: lines about specs that do not fit the mesh.
     """
@@ -282,21 +283,24 @@ class _SpecChooser:
     mismatches: list[str] = dataclasses.field(default_factory=list)
 
     def choose(self, variable: NamedVariable) -> Any:
-        """Returns the spec of a Variable, or of an array outside of any; None if it has none.
+        """Returns the spec of a Variable, or of an array outside of Variables; None for no spec.
 
-        A Variable may hold several arrays, in a pytree, which all get its spec.
+        A Variable may hold a pytree of several arrays, which all get the same spec. A Variable that
+        no rule matches, or whose spec does not fit the mesh, is noted in ``unmatched`` or
+        ``mismatches``.
         """
         arrays = [x for x in variable.arrays if hasattr(x, "shape") or isinstance(x, Number)]
         shapes = [np.shape(array) for array in arrays]
-        if self.strict and not shapes:  # it holds nothing that could be sharded
+        if self.strict and not shapes:  # the Variable holds nothing that could be sharded
             return None
         matching = [
             number
             for number, (is_match, _) in enumerate(self.pairs)
             if is_match(variable.path, variable.variable)
         ]
-        self.matches.append(matching)  # also of a small array: its rule is not unused
-        # At least 2: an array of one element has nothing to shard, whatever the rule.
+        # Rules of a small array count as well, because they are not unused.
+        self.matches.append(matching)
+        # The least is 2, because an array of one element has nothing to shard.
         least = max(self.min_size, 2)
         # A Variable with several arrays has one spec, so a large one among them decides.
         if self.strict and all(math.prod(shape) < least for shape in shapes):
@@ -312,7 +316,7 @@ class _SpecChooser:
         if self.mesh is not None:
             fits = (fit_sharding(spec, self.mesh, shape) for shape in shapes)
             mismatch = next((fit for fit in fits if fit.problems), None)
-            if mismatch is not None:  # one array of a Variable says enough
+            if mismatch is not None:  # one line for each Variable is enough
                 self.mismatches.append(mismatch.line(variable.name))
         return spec
 
@@ -326,7 +330,8 @@ def _warn_of_unused(
     ``name`` is the function that the user called.
     """
     deciding = {numbers[0] for numbers in matches if numbers}
-    # A last rule that matches everything is for the rest, of which there may be none.
+    # A last rule that matches everything is for the remaining Variables. It is not unused if there
+    # are none.
     last = len(pairs) - 1
     if all(last in numbers for numbers in matches):
         deciding.add(last)
@@ -362,9 +367,9 @@ def create_pattern_based_partition_spec(
       P(None, 'model')
     """
     specs = {regex: PartitionSpec(*entries) for regex, entries in _read_rules(pattern).items()}
-    # Each is a filter and a spec. A filter is called with a path, which is a tuple, and a value.
+    # A pair is a filter and a spec. A filter is called with a path, which is a tuple, and a value.
     pairs = read_patterns("create_pattern_based_partition_spec", specs)
-    # Last, so that some rule always matches.
+    # The default comes last, so that some rule always matches.
     pairs.append((lambda *_: True, default_spec or PartitionSpec()))
     problems = [
         f"  {problem}" for _, spec in pairs for problem in fit_sharding(spec, mesh).problems
@@ -382,9 +387,9 @@ def create_pattern_based_partition_spec(
 def _read_rules(pattern: str) -> dict[str, list[Any]]:
     """Reads rules: ``{"up": [None, ("data", "model")]}`` from ``"up->None.data+model"``.
 
-    A comma begins another rule, or more axes for the one before it, so that a regular expression
-    has none; ``"up->None,model"`` is ``"up->None.model"``. A regular expression that occurs twice
-    is one rule with the axes of both.
+    A comma begins another rule, or more axes for the rule before it, so a regular expression cannot
+    have a comma. ``"up->None,model"`` is ``"up->None.model"``. A regular expression that occurs
+    twice is one rule with the axes of both.
 
     Returns:
       By regular expression, the entry of the spec for each dimension.
@@ -392,10 +397,10 @@ def _read_rules(pattern: str) -> dict[str, list[Any]]:
     rules: dict[str, list[Any]] = {}
     regex = ""
     for piece in pattern.split(","):
-        # At the last arrow, as a regular expression may have one.
-        before, arrow, dimensions = map(str.strip, piece.rpartition("->"))
-        if arrow:  # else the piece has more axes for the rule before it
-            regex = before
+        # The piece is split at its last arrow, because a regular expression may have an arrow.
+        expression, arrow, dimensions = map(str.strip, piece.rpartition("->"))
+        if arrow:  # without an arrow, the piece has more axes for the rule before it
+            regex = expression
         # "None.data+model" → [("None",), ("data", "model")]
         entries = [tuple(map(str.strip, entry.split("+"))) for entry in dimensions.split(".")]
         has_empty_axis = any("" in axes for axes in entries)
@@ -409,7 +414,7 @@ def _read_rules(pattern: str) -> dict[str, list[Any]]:
 def analyze_sharding_strategy(
     pytree: object, partition_specs: Any, mesh: AnyMesh | None = None
 ) -> dict[str, Any]:
-    """Counts what specs give each device, as the table of ``report.check_sharding`` shows.
+    """Counts the arrays and bytes that specs give each device, as ``report.check_sharding`` does.
 
     Args:
       pytree: arrays or modules, also abstract ones; only shapes and dtypes are read.
@@ -424,24 +429,25 @@ def analyze_sharding_strategy(
       ``parameters``, ``bytes`` and ``bytes_per_device``.
     """
     if isinstance(partition_specs, Mapping):
-        # It may be a prefix of specs, as {"up": P(), "down": P()} for a tree with these keys; or
-        # map paths to specs, as {"blocks/3/up/kernel": P()}: a key has a slash that no key of the
-        # tree has.
+        # The mapping may be a prefix of specs, {"up": P(), "down": P()} for a tree with these keys.
+        # Or it maps paths to specs, {"blocks/3/up/kernel": P()}. It maps paths if it has a key with
+        # a slash that is no key of the tree.
         keys_of_tree = pytree if isinstance(pytree, Mapping) else {}
         if any("/" in str(key) and key not in keys_of_tree for key in partition_specs):
             exact = {f"^{re.escape(path)}$": spec for path, spec in partition_specs.items()}
             partition_specs = from_rules(exact)
     mesh = _mesh_of("analyze_sharding_strategy", partition_specs, mesh)
     flat = flatten(pytree)
-    # Of abstract arrays, `apply_shardings` changes the sharding only, and moves no data.
+    # The arrays become abstract, so that `apply_shardings` changes only their shardings and moves
+    # no data.
     abstract = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)) if is_shardable(x) else x
         for x in flat.leaves
     ]
     flat = flat._replace(leaves=abstract)
     _, shardings = assign_shardings(pytree, flat, partition_specs, mesh=mesh, lenient=True)
-    rows = parameter_table(apply_shardings(abstract, shardings))  # one for each array
-    # Devices that hold nothing count in the balance.
+    rows = parameter_table(apply_shardings(abstract, shardings))  # a row for each array
+    # Devices that hold nothing are listed, because they count in the balance.
     device_ids: Iterable[int] = ()
     if mesh is not None:
         device_ids = mesh.device_ids.flat if isinstance(mesh, Mesh) else range(mesh.size)
@@ -489,8 +495,8 @@ def make_shard_and_gather_fns(
         return with_sharding_constraint(tree, spec, mesh=mesh)
 
     def gather(spec: Any, tree: object) -> Any:
-        # The same sharding, or those of a `StateSharding`, with the spec P(): an array that each
-        # device has whole can be copied to the host, also if there are several processes.
+        # The specs of the sharding, or of a `StateSharding`, are replaced by P(), because an array
+        # that each device has as a whole can be copied to the host even with several processes.
         full = replace_spec(spec, PartitionSpec())
         return jax.tree.map(
             lambda leaf: jax.device_get(shard(full, leaf)) if is_shardable(leaf) else leaf, tree
@@ -505,7 +511,11 @@ def make_shard_and_gather_fns(
 
 
 def _mesh_of(name: str, partition_specs: object, mesh: AnyMesh | None) -> AnyMesh | None:
-    """Returns the mesh, or the one in context; None if all are shardings, which have their own."""
+    """Returns the given mesh or the mesh in context; None for an empty mesh.
+
+    Without a mesh, a NoContextMeshError is raised if there are specs, because only shardings have a
+    mesh of their own.
+    """
     specs = Specs(partition_specs)
     check_specs(name, partition_specs=specs)
     given = get_incontext_mesh(specs.has_partition_spec) if mesh is None else mesh
@@ -542,16 +552,16 @@ def extract_shardings(tree: object, mesh: AnyMesh | None = None) -> Any:
 
 
 def get_partition_spec(tree: Any) -> Any:
-    """Returns the ``PartitionSpec`` of each array: ``P()`` for numbers and what is on one device.
+    """Returns the ``PartitionSpec`` of each array: ``P()`` for numbers and arrays on one device.
 
-    Other leaves, and those on several devices without a ``NamedSharding``, are a ValueError.
+    Other leaves, and arrays on several devices without a ``NamedSharding``, raise a ValueError.
     """
 
     def read(leaf: object) -> Any:
         sharding = sharding_of(leaf)
         if isinstance(sharding, NamedSharding):
             return sharding.spec
-        # On one device every spec is the same.
+        # All specs mean the same on one device.
         is_single = isinstance(sharding, Sharding) and sharding.num_devices == 1
         is_array_or_number = hasattr(leaf, "dtype") or isinstance(leaf, int | float)
         if is_array_or_number and (sharding is None or is_single):
@@ -561,15 +571,15 @@ def get_partition_spec(tree: Any) -> Any:
     return _map_arrays_of_variables(tree, read)
 
 
-_NO_RESULT = object()  # for an array without what is read
+_NO_RESULT = object()  # the result for an array from which nothing can be read
 
 
 def _map_arrays_of_variables(tree: object, read: Callable[[Any], Any]) -> Any:
-    """Returns the tree with what a function reads from its arrays, such as their specs.
+    """Returns the tree with the results of a function in the place of its arrays.
 
     Args:
       tree: modules, Variables and arrays.
-      read: returns what to put in the place of an array, or ``_NO_RESULT``.
+      read: a function that returns a result for an array, such as its spec, or ``_NO_RESULT``.
 
     Raises:
       ValueError: lists the Variables with an array without a result, or with different results.
@@ -577,14 +587,14 @@ def _map_arrays_of_variables(tree: object, read: Callable[[Any], Any]) -> Any:
     missing: list[str] = []
 
     def choose(variable: NamedVariable) -> Any:
-        """Returns what is read from the arrays of a Variable; None if it holds none."""
-        # A Variable has one entry in the new tree, so all arrays of its value need the same result.
+        """Returns the result for the arrays of a Variable; None if it holds none or is wrong."""
+        # A Variable has one entry in the new tree, so all its arrays need the same result.
         results = [read(leaf) for leaf in variable.arrays]
         has_all = all(result is not _NO_RESULT for result in results)
         if not has_all or any(result != results[0] for result in results):
-            # For the error: the shardings, and whatever is no array.
-            found = [sharding_of(leaf) if is_shardable(leaf) else leaf for leaf in variable.arrays]
-            distinct = dict.fromkeys(map(str, found))
+            # The error lists the shardings of arrays, and other leaves as they are.
+            shown = [sharding_of(leaf) if is_shardable(leaf) else leaf for leaf in variable.arrays]
+            distinct = dict.fromkeys(map(str, shown))
             missing.append(f"  {variable.name or 'the root'}: {'; '.join(distinct)}")
             return None
         return results[0] if results else None
@@ -598,8 +608,9 @@ def _map_arrays_of_variables(tree: object, read: Callable[[Any], Any]) -> Any:
 def get_names_from_partition_spec(specs: object) -> list[str]:
     """Returns the mesh axes that specs name, each once, in the order of their first occurrence.
 
-    ``["data", "model"]`` for ``{"a": P("data"), "b": P("data", "model")}``. ``specs`` is a pytree
-    of specs, shardings, ``StateSharding``, names and None.
+    For ``{"a": P("data"), "b": P("data", "model")}`` the result is ``["data", "model"]``. ``specs``
+    is a pytree of specs, shardings, ``StateSharding``, names and None. Other leaves raise a
+    TypeError.
     """
     names: list[str] = []
     for leaf in jax.tree.leaves(specs, is_leaf=_is_leaf):
