@@ -1,6 +1,7 @@
-"""The errors and warnings that the library adds to those of JAX and Flax.
+"""The errors and warnings of the library, next to those of JAX and Flax.
 
-Each is also of the type that ``jax.jit`` raises for the same mistake, so code may catch either.
+Each error is also of the type that ``jax.jit`` raises for the same mistake, so code may catch
+either type.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def warn_or_raise(
         collected.append((category, message))
 
 
-# Of the thread, instead of filters of `warnings`, which all threads share before Python 3.14.
+# The list that gets the warnings of the current thread. Filters of `warnings` are not used, because
+# all threads share them before Python 3.14.
 _COLLECTED: ContextVar[list[tuple[type[ShardingWarning], str]] | None]
 _COLLECTED = ContextVar("_COLLECTED", default=None)
 
@@ -117,9 +119,9 @@ def warnings_collected() -> Iterator[list[tuple[type[ShardingWarning], str]]]:
 
 @contextlib.contextmanager
 def each_warning_once() -> Iterator[None]:
-    """Gives each warning of the block once, at its end: for work that traces a step many times.
+    """Gives each warning of the block once, at its end, because some work traces a step many times.
 
-    Also if the block raises an error, since a warning may say why.
+    Warnings are given even if the block raises an error, because a warning may say why.
     """
     collected: list[tuple[type[ShardingWarning], str]] = []
     try:
@@ -137,9 +139,9 @@ def shortened(items: Iterable[str], indent: str = "") -> list[str]:
     return listed[:10] + more
 
 
-MAX_LINES = 24  # of a message, below which a note may follow
-MAX_LISTED = 16  # lines of a list in it
-MAX_WIDTH = 200  # characters of a line, unless a path is longer
+MAX_LINES = 24  # the lines of a message, below which a note may follow
+MAX_LISTED = 16  # the lines of a list in a message
+MAX_WIDTH = 200  # the characters of a line, unless a path is longer
 
 
 def message(head: str, items: Iterable[str], remedy: str = "") -> str:
@@ -162,8 +164,8 @@ def listed(items: Iterable[str], most: int = MAX_LISTED) -> list[str]:
     if sum(map(len, items_lines)) > most:
         items_lines = [_wrapped(text) for text in merged(texts)]
     if sum(map(len, items_lines)) > most:
-        # Whole items, as long as they leave one line for "… more". If not even the first item does,
-        # its first lines.
+        # Whole items are kept as long as they leave one line for "… more". If the first item is too
+        # long, its first lines are kept.
         ends = itertools.accumulate(map(len, items_lines))  # the lines up to the end of each item
         num_kept = max(1, sum(end < most for end in ends))
         num_more = len(items_lines) - num_kept
@@ -187,7 +189,8 @@ def merged(texts: Iterable[str]) -> list[str]:
     ``blocks[0].up: not divisible``, and the same for ``blocks[1].up`` and ``blocks[2].up``, become
     ``blocks[0].up: not divisible (and 2 more, to blocks[2].up)``.
     """
-    alike: dict[str, list[str]] = {}  # by the text, with the same number everywhere in its path
+    # The texts are grouped by the text in which all numbers of the path are 0.
+    alike: dict[str, list[str]] = {}
     for text in texts:
         path = _path_in(text)
         details = text.removeprefix(path)
@@ -203,9 +206,9 @@ def merged(texts: Iterable[str]) -> list[str]:
 
 
 def _path_in(text: str) -> str:
-    """Returns what an item is about: the text before the first colon or comma.
+    """Returns the path with which an item begins: the text before the first colon or comma.
 
-    ``"  model.up"`` for ``"  model.up, shape (6,), P('a'): not divisible"``.
+    For ``"  model.up, shape (6,), P('a'): not divisible"`` this is ``"  model.up"``.
     """
     return re.split("[:,]", text, maxsplit=1)[0]
 
@@ -254,7 +257,7 @@ def listed_error(
 
 def _users_level() -> int:
     """Returns the stack level of the nearest frame of user code."""
-    # The `skip_file_prefixes` of Python 3.12 would do the same.
+    # `warnings.warn` has `skip_file_prefixes` for this, but only from Python 3.12 on.
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_between(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
@@ -267,8 +270,8 @@ def users_line() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-# Of the standard library: through their Python code, libraries call themselves, as for a
-# `cached_property` or the end of a block.
+# Frames of these modules of the standard library are between frames of libraries, because libraries
+# call themselves through them, as for a `cached_property` or the end of a block.
 _HELPERS = frozenset({contextlib.__file__, functools.__file__})
 
 
@@ -280,7 +283,7 @@ def _is_between(filename: str) -> bool:
 _FILES = (
     getattr(sys.modules.get(x), "__file__", "") for x in (__package__, "jax", "jaxlib", "flax")
 )
-# With a slash at the end, or `jaxtyping` would belong to `jax`.
+# Each folder ends with a slash, because `jaxtyping` would belong to `jax` otherwise.
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in _FILES if file)
 
 
@@ -290,17 +293,17 @@ def is_library(filename: str) -> bool:
 
 
 def moved_name(module: str, name: str, moved: Mapping[str, str]) -> Any:
-    """Returns what a module had under a name that is elsewhere now, with a DeprecationWarning.
+    """Returns the attribute of a module that has moved, with a DeprecationWarning.
 
-    For a ``__getattr__`` of the old module, so that programs for the last release still run.
+    A ``__getattr__`` of the old module calls this, so that programs for the last release still run.
 
     Args:
       module: the old module.
       name: the attribute.
-      moved: the new modules, by name.
+      moved: the new modules, by the names of the moved attributes.
 
     Raises:
-      AttributeError: the name is none of these.
+      AttributeError: the name is not in ``moved``.
     """
     if name not in moved:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

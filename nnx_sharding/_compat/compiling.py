@@ -1,8 +1,9 @@
-"""Compiling in another process what JAX has lowered in this one.
+"""Compiles in another process what JAX has lowered in this one.
 
-A *stage* of JAX (``jax.stages.Lowered``) is compiled by its *backend*, or client, of XLA.
-``compile_elsewhere`` gives it another backend for that time, which passes the *module*, the program
-as bytecode of MLIR, on, and returns an object that has the figures of the executable.
+A *stage* of JAX (``jax.stages.Lowered``) is compiled by its *backend*, a client of XLA. For the
+time of one compilation, ``compile_elsewhere`` gives the stage another backend. That backend passes
+on the *module*, the program as bytecode of MLIR, and returns an object with the figures of the
+executable.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ T = TypeVar("T")
 # Compiles a module with options for the devices with these ids; returns what is read from it.
 Compile: TypeAlias = Callable[[bytes, bytes, Sequence[int]], Mapping[str, Any]]
 
-# What JAX and reports read from an executable, except the text and the memory.
+# The methods of an executable that JAX and reports read; the text and the memory are read apart.
 _READ = (
     "get_parameter_shardings",
     "get_output_shardings",
@@ -45,11 +46,11 @@ _READ = (
 
 @contextlib.contextmanager
 def without_compiler_warnings() -> Iterator[None]:
-    """Within the block, XLA logs errors only, in all threads."""
-    if _set_log_level is None:  # this release of JAX cannot set the level
+    """Lets XLA log only errors within the block, in all threads."""
+    if _set_log_level is None:  # None: this release of JAX cannot set the level
         yield
         return
-    _set_log_level(2)  # errors
+    _set_log_level(2)  # 2 is the level of errors
     try:
         yield
     finally:
@@ -70,13 +71,13 @@ def _reset_log_level() -> None:
 
 @contextlib.contextmanager
 def compiler_log(read: Callable[[str], tuple[list[T], str]]) -> Iterator[list[T]]:
-    """Reads what the compiler logs within the block; yields a list that gets what is found in it.
+    """Reads the compiler's log of a block; yields a list that gets the findings after the block.
 
     XLA writes to the file descriptor of standard error, which is a temporary file within the block.
 
     Args:
-      read: returns what it finds in the log, and the rest of the log, which goes to standard error
-        after the block. It must not raise, since the log would be lost.
+      read: a function that returns (findings in the log, the rest of the log). The rest goes to
+        standard error after the block. The function must not raise, because the log would be lost.
     """
     found: list[T] = []
     try:
@@ -87,13 +88,13 @@ def compiler_log(read: Callable[[str], tuple[list[T], str]]) -> Iterator[list[T]
         return
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
-        if _set_log_level is not None:  # None if this release of JAX cannot set the level
-            _set_log_level(1)  # warnings, which the user may have switched off
+        if _set_log_level is not None:  # None: this release of JAX cannot set the level
+            _set_log_level(1)  # 1 is the level of warnings; the user may have switched them off
         try:
             yield found
         finally:
             if _set_log_level is not None:
-                _reset_log_level()  # to the user's
+                _reset_log_level()
             sys.stderr.flush()
             os.dup2(user_stderr, 2)
             os.close(user_stderr)
@@ -104,19 +105,19 @@ def compiler_log(read: Callable[[str], tuple[list[T], str]]) -> Iterator[list[T]
 
 
 def compile_elsewhere(stage: Any, options: Mapping[str, Any] | None, compile: Compile) -> Any:
-    """Returns what ``stage.compile(options)`` returns, compiled elsewhere: it cannot run.
+    """Compiles a stage elsewhere, and returns a result of ``stage.compile`` that cannot run.
 
     Args:
-      stage: what JAX has lowered. No other thread may compile it at the same time.
+      stage: the lowered stage of JAX. No other thread may compile it at the same time.
       options: the options of the compiler.
       compile: compiles a module elsewhere, as ``Compile`` above says.
     """
-    arguments = stage._lowering.compile_args  # what JAX passes on when the stage is compiled
+    arguments = stage._lowering.compile_args  # the arguments that JAX passes to the compilation
     backend = arguments["backend"]
     arguments["backend"] = _Backend(backend, compile)
     try:
-        # Without options, the stage would keep the result, and return it to the user, who wants to
-        # run it. With options, even none of them, JAX does not keep it.
+        # A dict of options is passed, even an empty one, because without it the stage would keep
+        # the result, and return it to a user who wants to run the program.
         return stage.compile(dict(options or {}))
     finally:
         arguments["backend"] = backend
@@ -124,18 +125,19 @@ def compile_elsewhere(stage: Any, options: Mapping[str, Any] | None, compile: Co
 
 @contextlib.contextmanager
 def without_cache(stage: Any) -> Iterator[None]:
-    """Within the block, JAX's persistent cache neither has nor gets what a stage compiles to.
+    """Keeps JAX from reading or writing its persistent cache for a stage within the block.
 
-    For a caller that sets ``xla_dump_to``, by which the compiler writes files about a program. The
-    keys of the cache leave this option out, and for a program from the cache no compiler runs.
+    A caller needs this if it sets ``xla_dump_to``, by which the compiler writes files about a
+    program. The keys of the cache leave this option out, and no compiler runs for a program from
+    the cache.
     """
-    arguments = stage._lowering.compile_args  # what JAX passes on when the stage is compiled
+    arguments = stage._lowering.compile_args  # the arguments that JAX passes to the compilation
     backend = arguments["backend"]
-    # So that nothing is read: the version of the backend is a part of each key, and this one's is
-    # a new random one.
+    # JAX finds nothing in the cache, because the version of the backend is a part of each key, and
+    # this backend has a new random version.
     arguments["backend"] = _Uncached(backend)
     try:
-        # So that nothing is written: JAX writes only what takes longer than this to compile.
+        # JAX writes nothing, because it writes only programs that take longer than this to compile.
         with _min_compile_time(math.inf):
             yield
     finally:
@@ -164,16 +166,17 @@ class _Uncached(_Client):
         super().__init__(backend, str(uuid.uuid4()))
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # by which JAX knows a client that compiles for a topology
+    def __class__(self) -> Any:
+        # By this class JAX recognizes a client that compiles for a topology.
         return type(self.client)
 
 
 class _Backend(_Client):
     """A client that compiles elsewhere, for figures about a program that will not run.
 
-    JAX calls its methods when it compiles a stage, or reads a program from its persistent cache.
-    What they return, JAX takes for an executable of XLA. The cache keeps it, under keys with a
-    version that no client with programs to run has.
+    JAX calls the methods of this client when it compiles a stage, or reads a program from its
+    persistent cache, and takes their results for executables of XLA. The cache keeps the results
+    under keys with a version that no client with programs to run has.
     """
 
     def __init__(self, backend: Any, compile: Compile):
@@ -199,12 +202,12 @@ class _Backend(_Client):
         return _executable(figures)
 
     def deserialize_executable(self, data: bytes, *_: Any) -> types.SimpleNamespace:
-        """Returns from the cache what :meth:`compile_and_load` has returned before."""
+        """Returns an earlier result of :meth:`compile_and_load` from the cache."""
         return _executable(pickle.loads(data))
 
 
 def _executable(parts: Mapping[str, Any]) -> types.SimpleNamespace:
-    """Returns what JAX takes for an executable: an object whose methods return the parts.
+    """Returns an object that JAX takes for an executable; its methods return the parts.
 
     Args:
       parts: the results by the names of the methods, and the sizes under ``"memory"``.
@@ -217,13 +220,13 @@ def _executable(parts: Mapping[str, Any]) -> types.SimpleNamespace:
 def compile_module(
     devices: Mapping[int, jax.Device], module: bytes, options: bytes, ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Compiles for some of these devices, and returns what is read from the executable.
+    """Compiles for some of these devices, and returns the figures of the executable.
 
     Args:
-      devices: by id.
+      devices: the devices by id.
       module: the program, as bytecode of MLIR.
       options: the options of the compiler, serialized.
-      ids: of the devices to compile for, in their order.
+      ids: the ids of the devices to compile for, in their order.
 
     Returns:
       The results of an executable's methods, by their names, such as ``"cost_analysis"``; and
@@ -241,7 +244,7 @@ def compile_module(
             compile_options=_xla_client.CompileOptions.ParseFromString(options),
         )
     results = {method: getattr(executable, method)() for method in _READ}
-    # XLA's object with the sizes cannot be sent to another process.
+    # The sizes are copied, because XLA's object with the sizes cannot be sent to another process.
     memory = executable.get_compiled_memory_stats()
     sizes = {name: getattr(memory, name) for name in dir(memory) if name.endswith("in_bytes")}
     if hasattr(executable, "get_hlo_text"):

@@ -259,11 +259,12 @@ def _untagged(x: Any) -> Any:
 def tag_node(node: Node, tag: object) -> None:
     """Attaches a tag to a node of the current trace, for :func:`tag_of`.
 
-    It is in the statuses, which Flax copies into the nodes that its transforms make of this one.
-    A node that has a tag keeps it. Nodes without statuses get none.
+    The tag is kept in the statuses, because Flax copies them into the nodes that its transforms
+    make of this node. A node that has a tag keeps it. Nodes without statuses get no tag.
     """
     statuses = vars(node).get(STATUSES)
-    if is_plain_pytree(node) and type(statuses) is HashableMapping:  # and not _Tagged
+    # The exact type is compared, because a `_Tagged` mapping has a tag already.
+    if is_plain_pytree(node) and type(statuses) is HashableMapping:
         # A module's own `__setattr__` would check the trace, and mark the attribute.
         object.__setattr__(node, STATUSES, _Tagged(statuses._mapping, tag))
 
@@ -510,9 +511,9 @@ def plain_variable(x: Any) -> Any:
     """Returns a Variable made with ``hijax=True`` as a plain one; any other Variable unchanged."""
     if is_variable(x):
         return x
-    if is_concrete_hijax(x):  # it holds a plain one, flattened
+    if is_concrete_hijax(x):  # a hijax Variable holds a plain Variable, flattened
         return jax.tree.unflatten(get_treedef(x), get_leaves(x))
-    # A tracer of such a Variable. It has no leaves, but methods to read it in the trace.
+    # `x` is a tracer of a hijax Variable. It has no leaves, but methods to read it in the trace.
     variable = new_variable(x.type, x.get_metadata())
     set_value(variable, x.get_raw_value())
     return variable
@@ -528,14 +529,15 @@ def variable_operations(
     one made with ``hijax=True``.
     """
     if is_concrete_hijax(variable):
-        # It holds a plain Variable, flattened. So an updated plain one is flattened into it.
+        # A hijax Variable holds a plain Variable, flattened, so an updated plain Variable is
+        # flattened into it.
         plain, treedef = plain_variable(variable), get_treedef(variable)
         updated = new_variable(type(plain), get_metadata(plain) if metadata is None else metadata)
         set_value(updated, value)
         leaves, new_treedef = jax.tree.flatten(updated)
         operations: list[Operation] = [(set_leaves, variable, tuple(leaves))]
-        # An equal treedef stays the same object: a guard compares it by identity, and a new one
-        # would make it flatten the model again.
+        # An equal treedef stays the same object, because a guard compares treedefs by identity, and
+        # a new object would make it flatten the model again.
         if metadata is not None or new_treedef != treedef:
             operations.append((set_treedef, variable, new_treedef))
         return operations

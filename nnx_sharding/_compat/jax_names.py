@@ -140,7 +140,8 @@ def is_array_like(x: object) -> bool:
     # Nearly all are of these types; `jax.typeof` takes a hundred times as long (2.5 µs).
     if type(x) is ArrayImpl or isinstance(x, (jax.Array, int, float, complex)):
         return True
-    # Of a Variable, or an array of another library, `jax.typeof` would raise other errors.
+    # Variables and arrays of other libraries are not passed to `jax.typeof`, because it would raise
+    # other errors than a TypeError.
     if not isinstance(x, np.ndarray | np.generic) and hasattr(x, "shape") and hasattr(x, "dtype"):
         return True
     try:
@@ -234,7 +235,7 @@ def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
     not have JAX's private attribute, and then also gives None.
     """
     is_named = isinstance(sharding, jax.sharding.NamedSharding)
-    if is_named and not isinstance(sharding.mesh, Mesh):  # it would raise an error
+    if is_named and not isinstance(sharding.mesh, Mesh):  # the attribute below would raise an error
         return None
     devices = getattr(sharding, "_device_assignment", None)
     return None if devices is None else tuple(devices)
@@ -282,7 +283,7 @@ def current_trace() -> Any:
 
 
 def trace_of(x: object) -> Any:
-    """Returns the trace that an array belongs to; None of an array that is not traced."""
+    """Returns the trace to which an array belongs; None for an array that is not traced."""
     return getattr(x, "_trace", None)
 
 
@@ -304,15 +305,16 @@ def trace_constants() -> list[Any]:
 def operations_on_constants() -> dict[int, set[str]]:
     """Returns the names of the operations on each array that the trace has captured, by its id.
 
-    So an error about a captured array can say what was computed with it. What is done with a
-    resharded array counts as done with the array itself; JAX inserts such operations.
+    An error about a captured array uses the names to say what was computed with the array.
+    Operations on a resharded array count as operations on the array itself, because JAX inserts the
+    resharding.
     """
     captured = getattr(_frame(), "constvar_to_val", {})  # variable of the program → array
     equations = trace_equations()
     operations: dict[int, set[str]] = {}
     for variable, array in captured.items():
-        # The ids of the variables that stand for this array, resharded or not. One pass finds all,
-        # since an equation comes after those that have made its inputs.
+        # The ids of the variables that stand for this array, resharded or not. One pass finds all
+        # of them, because an equation comes after the equations that made its inputs.
         ids = {id(variable)}
         for equation in equations:
             # A tracer has its variable in `val`.
@@ -329,7 +331,7 @@ def operations_on_constants() -> dict[int, set[str]]:
 def trace_has_effects() -> bool:
     """Whether the current trace has side effects."""
     equations = getattr(_frame(), "tracing_eqns", None)
-    # Those without effects may be held weakly.
+    # Some entries may be weak references, but JAX holds equations with effects directly.
     return equations is None or any(getattr(equation, "effects", ()) for equation in equations)
 
 
@@ -390,13 +392,13 @@ class _Equation:
 
 
 def is_made_alike(x: object, y: object) -> bool:
-    """Whether two arrays are equal as the same operations have made them from the same arrays.
+    """Whether the same operations have made two arrays from the same arrays, so they are equal.
 
-    The operations are those of a trace, followed back to arrays that both have. Constants of NumPy
-    are the same if their values are; all other arrays are compared by identity, such as those that
-    a transform differentiates.
+    The operations of the trace are followed back to arrays that both share. Constants of NumPy are
+    the same if their values are. All other arrays, such as arrays that a transform differentiates,
+    are compared by identity.
     """
-    pairs: list[tuple[Any, Any]] = [(x, y)]  # of arrays that have to be alike
+    pairs: list[tuple[Any, Any]] = [(x, y)]  # arrays that have to be alike
     # The ids of pairs that were compared. All of these arrays are inputs of equations that `x` and
     # `y` lead to, which keep them alive, so no id is used twice.
     seen = set[tuple[int, int]]()

@@ -383,7 +383,7 @@ def _fact(text: str, part: Leaf | Container | Entry) -> Fact:
         return Fact(text, content=Leaf)
     if isinstance(part, Container):
         return Fact(text, content=Container, rest=part.treedef)
-    origin = _origin(part.type)  # such as ``flax.nnx.Linear``
+    origin = _origin(part.type)  # ``flax.nnx.Linear``, for example
     if isinstance(part, RefEntry):  # a `jax.Ref`; a trace knows nothing else about it
         return Fact(text, origin)
     if not isinstance(part, StaticObject):  # a module or a Variable
