@@ -43,6 +43,17 @@ class Block(nnx.Module):
         return x + scale * self.dropout(self.down(nnx.gelu(self.up(self.norm(x)))))
 
 
+class Half(nnx.Module):
+    """A layer that returns another dtype than its parameters have."""
+
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+        self.norm = nnx.LayerNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.linear(2.0 * x))
+
+
 class Pair(nnx.Module):
     """A layer with layers."""
 
@@ -180,6 +191,17 @@ def test_further_arguments_and_captured_arrays_have_gradients():
 
     _, after = check(lambda: model_of(remat=True), loss=scaled, args=(jnp.full(WIDTH, 0.7),))
     assert_overlappable(after)
+
+
+@pytest.mark.slow
+def test_a_weak_type_becomes_that_of_the_layers():
+    def of_constant(model, x):
+        scale = jnp.arange(1.0, WIDTH + 1).astype(jnp.bfloat16)
+        weak = jnp.full((ROWS, WIDTH), 0.5)
+        assert jax.typeof(weak).weak_type
+        return (model.blocks(weak).astype(jnp.float32) * x * scale).mean()
+
+    check(lambda: Model(stack(Half, LAYERS, rngs=nnx.Rngs(0))), loss=of_constant)
 
 
 @pytest.mark.slow

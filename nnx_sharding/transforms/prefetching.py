@@ -231,12 +231,17 @@ class _Loop:
             ]
             return step(jax.tree.unflatten(treedef, carry), slices)
 
-        first_layer = initial, self._gather(shards, layer=0), _slice_layer(rest, 0)
         # While the step is traced, its modules must not gather these parameters themselves. The
         # value that a loop around this one has set is kept.
         names = frozenset(gather.name for gather in self._gathers)
+        trace = jax.make_jaxpr(flat_step, return_shape=True)
+        first_slices = self._gather(shards, layer=0), _slice_layer(rest, 0)
         with PREFETCHED(names | (PREFETCHED.value or frozenset())):
-            self._jaxpr, out = jax.make_jaxpr(flat_step, return_shape=True)(*first_layer)
+            self._jaxpr, out = trace(initial, *first_slices)
+            promoted = _promote_weak_types(initial, self._jaxpr.out_avals)
+            if any(x is not y for x, y in zip(initial, promoted, strict=True)):
+                initial = promoted
+                self._jaxpr, out = trace(initial, *first_slices)
         self._out_treedef = jax.tree.structure(out)  # the structure of (carry, results)
         self._num_carried = len(initial)
 
@@ -456,6 +461,25 @@ class _Loop:
         d_inexact = iter(d_carry)
         d_first = [next(d_inexact) if is_inexact(x) else None for x in d_carry_out]
         return d_constants, d_first, d_shards, d_rest
+
+
+def _promote_weak_types(initial: Arrays, out_avals: Sequence[Any]) -> list[Any]:
+    """Gives arrays of a weak type in the first carry the dtypes that a step returns them in.
+
+    ``jax.lax.scan`` does so too, and then traces the step again. A jaxpr has the dtypes of its
+    trace in it, so it could not be called with the new ones.
+
+    Args:
+      initial: the first carry, such as a weak float32 of ``jnp.full``.
+      out_avals: the types of what a step returns, the carry first, such as bfloat16.
+    """
+    promoted = []
+    for x, aval in zip(initial, out_avals, strict=False):  # further results are not carried
+        aval_in: Any = jax.typeof(x)
+        if getattr(aval_in, "weak_type", False) and aval_in.dtype != aval.dtype:
+            x = jax.lax.convert_element_type(x, jnp.result_type(x, aval.dtype))
+        promoted.append(x)
+    return promoted
 
 
 def _slice_layer(arrays: Arrays, layer: object) -> list[Any]:
