@@ -100,6 +100,24 @@ class TransferTest(parameterized.TestCase):
             np.testing.assert_array_equal(np.asarray(x[...]), expected[name])
             assert x[...].sharding.is_equivalent_to(source[name][...].sharding, x.ndim)
 
+    def test_plans_are_used_again_only_for_equal_filters_and_rules(self):
+        names = ["kernel"]
+
+        def is_named(path, _):
+            return path[-1] in names
+
+        source, target = (nnx.Linear(2, 2, rngs=nnx.Rngs(i)) for i in (0, 1))
+        source.bias[...] += 1
+        for _ in range(2):  # the first one may change shardings, and so the plan
+            transfer(source, target, only=is_named)
+            assert (target.bias[...] == 0).all()
+        names.append("bias")
+        transfer(source, target, only=is_named)
+        assert (target.bias[...] == 1).all()
+        transfer(source, target)
+        with self.assertRaisesRegex(CheckpointError, "kernel"):
+            transfer(source, target, {})
+
     def test_no_memory_is_shared_and_models_are_collected(self):
         mesh = mesh_of((8,), ("data",))
         source = place(nnx.Linear(24, 8, rngs=nnx.Rngs(0)), P("data"), mesh)

@@ -51,6 +51,7 @@ from ..checkpoint.tensor_matching import fill_by_rules
 from ..checkpoint.tensor_rules import Rule, read_rules
 from ..core.bounded import make_room
 from ..core.constrain import is_shardable, sharding_of
+from ..core.fingerprint import fingerprint_of
 from ..core.flatten import Flat
 from ..core.guard.known import flatten_known
 from ..core.interrupts import signals_deferred
@@ -149,12 +150,18 @@ def transfer(
       P('model',)
     """
     flat_source, flat_target = flatten_known(source), flatten_known(target)
-    table = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in (rules or {}).items())
+    table = None  # unlike an empty one: the paths are the same in both models
+    if rules is not None:
+        table = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in rules.items())
+    # What a filter of the user can read, such as a list of names, may have changed since a plan.
+    reached = () if only is WEIGHTS else fingerprint_of([only])
     # The key has all that a plan depends on. It has no values of arrays, because no plan reads
     # them.
     signatures = [tuple(map(_signature, flat.leaves)) for flat in (flat_source, flat_target)]
     options = reverse, cast, only, donate
-    key: Any = (flat_source.structure, flat_target.structure, *signatures, table, *options)
+    structures = flat_source.structure, flat_target.structure
+    # None if nobody can tell whether what the filter reads has changed.
+    key: Any = None if reached is None else (structures, *signatures, table, *options, reached)
     try:
         plan = _PLANS.get(key)
     except TypeError:  # the key is not hashable (a filter may be a list): each call makes a plan
