@@ -241,6 +241,14 @@ def test_equals_a_loop_over_all_experts_in_float64():
             assert statistics.dropped == dropped
 
 
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_without_rank_promotion(capacity):
+    model, x = Moe(capacity=capacity, rngs=nnx.Rngs(0)), tokens()
+    step = sharded(model, make_mesh(MESHES["data"]), value_and_grad(loss, has_aux=True))
+    with jax.numpy_rank_promotion("raise"):
+        step.lower(model, x)
+
+
 def test_what_is_sent():
     mesh = make_mesh(MESHES["data"])
     for capacity, rows in ((2, EXPERTS * 2 * 2), (None, 4 * 2 * (2 * TOKENS))):

@@ -63,6 +63,20 @@ def test_memory_falls_with_the_number_of_devices():
         assert fewer < 0.6 * more
 
 
+def test_without_rank_promotion():
+    mesh = jax.make_mesh((4,), ("context",))
+    heads = jax.ShapeDtypeStruct((2, 16, 4, 8), jnp.float32)
+    options = {"is_causal": True, "dropout_rate": 0.1, "mask": jnp.ones((16, 16), bool)}
+
+    def total(*arrays):
+        return ring_attention(
+            *arrays, mesh=mesh, dropout_rng=jax.random.key(0), broadcast_dropout=False, **options
+        ).sum()
+
+    with jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(jax.grad(total, (0, 1, 2)), heads, heads, heads)
+
+
 def test_bfloat16():
     arrays = [jax.random.normal(jax.random.key(i), (2, 64, 4, 16)) for i in range(3)]
     mesh = make_mesh({"context": 8})

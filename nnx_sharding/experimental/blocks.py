@@ -206,7 +206,7 @@ class Softmax(NamedTuple):
         dtype = wide_dtype(query)
         # Computed from the queries, zeros are sharded as these in types with Explicit axes.
         row_sum = jnp.zeros_like(jnp.moveaxis(query, 1, 3), dtype).sum(-1)  # bkgqd → bkgq
-        out = row_sum[..., None] + jnp.zeros(num_features, dtype)  # bkgqd
+        out = row_sum[..., None] + jnp.zeros((1, 1, 1, 1, num_features), dtype)  # bkgqd
         return cls(row_max=row_sum - jnp.inf, row_sum=row_sum, out=out)
 
     def add(self, rule: Rule, query: jax.Array, block: Block, visibility: Visibility) -> Softmax:

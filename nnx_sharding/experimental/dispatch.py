@@ -415,10 +415,10 @@ class _Dispatch(NamedTuple):
         choices = choices.reshape(num_groups, -1)  # (groups, C)
         order = jnp.argsort(choices, axis=1, stable=True)
         experts = jnp.take_along_axis(choices, order, 1)
-        is_chosen = choices[:, :, None] == jnp.arange(self.num_experts)
+        is_chosen = choices[:, :, None] == jnp.arange(self.num_experts)[None, None]
         counts = is_chosen.sum(1, dtype=jnp.int32)  # (groups, experts)
         starts = jnp.cumsum(counts, 1) - counts  # the first row of each expert
-        ranks = jnp.arange(choices.shape[1]) - jnp.take_along_axis(starts, experts, 1)
+        ranks = jnp.arange(choices.shape[1])[None] - jnp.take_along_axis(starts, experts, 1)
         # Choice i belongs to token i mod T, because the first choices of all tokens come first.
         token = order % num_tokens
         rows = jnp.take_along_axis(x, token[:, :, None], 1)  # (groups, C, features)
@@ -449,7 +449,7 @@ class _Dispatch(NamedTuple):
           and how many rows each of these experts gets, (1, local experts).
         """
         # The indices of the rows in each block, (groups, experts, capacity).
-        places = starts[:, :, None] + jnp.arange(capacity)
+        places = starts[:, :, None] + jnp.arange(capacity)[None, None]
         # The rest of the block of an expert with fewer choices gets rows of other experts, not
         # zeros, because the expert's own operations, such as a norm, may have no gradient on rows
         # of zeros.
@@ -488,7 +488,8 @@ class _Dispatch(NamedTuple):
         # padding this number is `num_local_experts`, one more than the last expert, so padding is
         # sorted to the end.
         ends = jnp.cumsum(received, axis=1)  # (devices, local experts)
-        is_after = jnp.arange(len(rows)) >= ends[:, :, None]  # (devices, local experts, C)
+        # (devices, local experts, C)
+        is_after = jnp.arange(len(rows))[None, None] >= ends[:, :, None]
         expert = is_after.sum(axis=1).ravel()  # (devices · C,)
         places = jnp.argsort(expert, stable=True)
         arrived, sizes = blocks[places], received.sum(axis=0)
@@ -614,7 +615,7 @@ class _Dispatch(NamedTuple):
         if bias is not None:
             # The expert of a row is the number of experts whose rows end before it. For padding the
             # number is out of range, so `get` returns a bias of 0.
-            expert = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes[0])).sum(1)
+            expert = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes[0])[None]).sum(1)
             product += bias.at[expert].get(mode="fill", fill_value=0)
         if self.capacity is None and self.size > 1:
             # `ragged_dot` multiplies only as many rows as `sizes` counts. If there is padding, the
@@ -664,7 +665,7 @@ def _to_experts(dispatch: _Dispatch, rows: jax.Array, sizes: jax.Array, received
         )
 
     def send_padded(rows: jax.Array) -> Any:
-        places = jnp.arange(width)
+        places = jnp.arange(width)[None]
         # `blocks` has a block for each device, (devices, C, features).
         blocks = rows.at[starts[:, None] + places].get(mode="fill", fill_value=0)
         is_row = places < sizes[:, None]  # (devices, C); False for rows of the next devices
@@ -713,7 +714,7 @@ def _from_experts(
         returned = dispatch.exchange(by_device, split=0, concat=0)
         places = jnp.arange(width)
         # The device to which a row was sent is the number of devices whose rows all precede it.
-        device = (places[:, None] >= jnp.cumsum(sizes)).sum(1)  # (C,)
+        device = (places[:, None] >= jnp.cumsum(sizes)[None]).sum(1)  # (C,)
         return _rows_of_blocks(returned, device, places - starts[device])
 
     return jax.lax.platform_dependent(blocks, tpu=send_ragged, default=send_padded)
