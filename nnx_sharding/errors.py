@@ -239,7 +239,7 @@ def _sentences(text: str) -> list[str]:
     return _wrapped(text) if text else []
 
 
-def raise_listed(
+def raise_if_any(
     error: type[Exception], head: str, items: Sequence[str], remedy: str = "", anchor: str = ""
 ) -> None:
     """Raises an error with a line for each thing that is wrong, if there is any."""

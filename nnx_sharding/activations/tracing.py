@@ -59,7 +59,7 @@ from ..core.plan import Plan
 from ..core.structure import NodeEntry
 from ..core.transform import Sharded
 from ..core.unflatten import Unflattened
-from ..errors import ActivationError, raise_listed
+from ..errors import ActivationError, raise_if_any
 from ..specs.activation_sharding import (
     ActivationSharding,
     CallSchedule,
@@ -680,7 +680,7 @@ class Scope:
                 fit = fit_sharding(PartitionSpec(source.gather), self._mesh)
                 if fit.problems:
                     mismatches[fit.line("gather").strip()] = None
-        raise_listed(
+        raise_if_any(
             ActivationError,
             f"{name}: these activation shardings do not fit:",
             [f"  {x}" for x in mismatches],
@@ -694,7 +694,7 @@ class Scope:
                 is_used = (number, index) in self.context.used
                 if source.strict and not is_used:
                     unused.append(_unused_line(source.filters[index], sharding.method))
-        raise_listed(
+        raise_if_any(
             ActivationError,
             f"{name}: these filters of activation_shardings match no called module:",
             unused,

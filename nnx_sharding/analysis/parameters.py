@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from ..core.flatten import Flat, flatten
 from ..core.structure import Container, Location, Structure, VariableEntry
 from ..core.treedefs import container_keys
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.fitting import axes_of, pad_entries, with_entries
 from ..specs.paths import Path, path_string
 from .json_codec import UNWRITTEN
@@ -168,7 +168,7 @@ def parameter_table(tree: Any) -> ParameterTable:
             except ValueError as error:  # The sharding does not divide the shape.
                 faults.append(f"  {path or 'the root'}: {error}")
     head = "the shardings of these arrays do not divide their shapes:"
-    raise_listed(ValueError, head, faults, "Change the shapes or the shardings.")
+    raise_if_any(ValueError, head, faults, "Change the shapes or the shardings.")
     return rows
 
 

@@ -35,7 +35,7 @@ from ..core.memory import is_keys
 from ..core.place import place_arrays
 from ..core.publishing import Draft
 from ..diagnostics.progress import progress
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.fitting import without_reductions
 from . import names, stored
 from .checksums import checksums
@@ -345,8 +345,8 @@ def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
         elif isinstance(leaf, jax.Array) and not names.is_reference(leaf) and leaf.is_deleted():
             deleted.append(f"  {path}")
     head = "save: these are not arrays or numbers with a value:"
-    raise_listed(TypeError, head, wrong)
-    raise_listed(ValueError, "save: these arrays were donated or deleted:", deleted)
+    raise_if_any(TypeError, head, wrong)
+    raise_if_any(ValueError, "save: these arrays were donated or deleted:", deleted)
     names.check_unique("save", arrays)
     return flat, arrays
 

@@ -5,7 +5,7 @@ stores. These are the keys of the flattened ``nnx.state``, in which each Variabl
 own with the key ``value``.
 
 From other modules: `keys_inside` returns the paths of arrays in the value of a Variable. `rebuild`
-puts other arrays into a tree, and checks what it can before it changes anything. `raise_listed`
+puts other arrays into a tree, and checks what it can before it changes anything. `raise_if_any`
 raises an error only if there are lines.
 """
 
@@ -32,7 +32,7 @@ from ..core.memory import is_keys
 from ..core.problems import out_of_range
 from ..core.rebuild import rebuild
 from ..core.structure import VariableEntry
-from ..errors import raise_listed, shortened
+from ..errors import raise_if_any, shortened
 from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, path_string
@@ -109,7 +109,7 @@ def check_unique(caller: str, arrays: Sequence[NamedArray]) -> None:
     counts = Counter(".".join(array.name) for array in arrays)
     clashing = [f"  {array.path}" for array in arrays if counts[".".join(array.name)] > 1]
     head = f"{caller}: these paths are the same once their keys are joined by dots:"
-    raise_listed(ValueError, head, clashing, "Rename a key.")
+    raise_if_any(ValueError, head, clashing, "Rename a key.")
 
 
 def selected(
@@ -140,7 +140,7 @@ def selected(
         paths = ", ".join(shortened(array.path for array in arrays))
         raise ValueError(f"{caller}: only={only!r} matches none of the arrays: {paths}.")
     wrong = [f"  {x.path}: {kind_of(x.leaf)}" for x in wanted if not is_supported(x.leaf)]
-    raise_listed(TypeError, f"{caller}: these are not {what}:", wrong, remedy)
+    raise_if_any(TypeError, f"{caller}: these are not {what}:", wrong, remedy)
     return wanted
 
 

@@ -13,7 +13,7 @@ that may wait for devices of other processes. If one process fails, all raise it
 
 From other modules: `fit_sharding` returns the part of a spec that fits, and ``problems``, which are
 empty if the spec fits. `out_of_range` returns the range of integers as a text if a dtype cannot
-hold it, and an empty text otherwise. `raise_listed` raises an error only if there are lines.
+hold it, and an empty text otherwise. `raise_if_any` raises an error only if there are lines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..core.memory import is_keys, other_memory
 from ..core.place import finish_on_cpu, place_arrays
 from ..core.problems import out_of_range
 from ..core.tree_shardings import assign_shardings
-from ..errors import CheckpointError, by_kind, message, raise_listed
+from ..errors import CheckpointError, by_kind, message, raise_if_any
 from ..specs.fitting import fit_sharding, without_reductions
 from . import names
 from .names import Name, NamedArray
@@ -149,7 +149,7 @@ def _shardings(
             elif mesh != sharding.mesh:
                 sharding = NamedSharding(mesh, sharding.spec, memory_kind=other_memory(sharding))
         result[array.slot] = sharding
-    raise_listed(ValueError, "restore: these shardings cannot be used:", problems)
+    raise_if_any(ValueError, "restore: these shardings cannot be used:", problems)
     return result
 
 
@@ -221,7 +221,7 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
         names.OF_ANOTHER_DTYPE: dtypes,
     }
     head = f"restore: {stored.folder} does not fit the model."
-    raise_listed(CheckpointError, head, by_kind(problems), _remedy(missing, unknown, is_part))
+    raise_if_any(CheckpointError, head, by_kind(problems), _remedy(missing, unknown, is_part))
 
 
 def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> str:
@@ -335,7 +335,7 @@ def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tupl
             wrapping.append(f"  {target.array.path}: {limits}, {dtype}")
         else:
             converted.append((target.array, _like(leaf, value, target.sharding)))
-    raise_listed(
+    raise_if_any(
         CheckpointError,
         "restore: cast=True would wrap these integers (range in the checkpoint, dtype in the "
         "model):",

@@ -41,7 +41,7 @@ from ..core.memory import Bounds, aligned, bounds_of
 from ..core.place import place_arrays
 from ..core.problems import out_of_range
 from ..diagnostics.progress import progress
-from ..errors import CheckpointError, raise_listed
+from ..errors import CheckpointError, raise_if_any
 from ..specs.fitting import without_reductions
 from ..specs.types import AnyArray
 from . import names, tensor_files
@@ -194,7 +194,7 @@ def _load_arrays(
             advance(path)
         _put_on_device(values, pending)
     head = f"{_LOAD}: cast=True would wrap integers, or make numbers infinite or NaN, in these:"
-    raise_listed(CheckpointError, head, overflows, "Use a larger dtype in the model.")
+    raise_if_any(CheckpointError, head, overflows, "Use a larger dtype in the model.")
     return values
 
 
@@ -247,13 +247,13 @@ def selected_weights(
     clashing_paths = {x.path for x in weights if arrays.setdefault(x.path, x) is not x}
     head = f"{caller}: each of these paths is that of several arrays:"
     lines = [f"  {path}" for path in sorted(clashing_paths)]
-    raise_listed(ValueError, head, lines, "Rename a key that has a slash.")
+    raise_if_any(ValueError, head, lines, "Rename a key that has a slash.")
     if not arrays:
         raise ValueError(f"{caller}: the model has no arrays.")
     meshes = [(path, getattr(sharding_of(x.leaf), "mesh", None)) for path, x in arrays.items()]
     wrong = [f"  {path}" for path, mesh in meshes if isinstance(mesh, AbstractMesh)]
     head = f"{caller}: the meshes of these arrays are abstract, without devices:"
-    raise_listed(ValueError, head, wrong)
+    raise_if_any(ValueError, head, wrong)
     return arrays
 
 
@@ -418,7 +418,7 @@ def save_safetensors(
         # 1. All processes find the same tensors.
         arrays = selected_weights(_SAVE, names.named_arrays(flatten(model)), only)
         wrong = [f"  {p}" for p, x in arrays.items() if isinstance(x.leaf, jax.ShapeDtypeStruct)]
-        raise_listed(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
+        raise_if_any(TypeError, f"{_SAVE}: these arrays are abstract:", wrong)
         tensors = _tensors_to_write(arrays, read_rules(_SAVE, loaded_rules(rules)))
         operation.agree(path=str(folder), arrays=lambda: names.digest(arrays.values()))
         # 2. The first process creates the files in a draft, a folder next to the existing files,
@@ -525,7 +525,7 @@ def _tensors_to_write(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[st
                 tensors.setdefault(placement.name, new)
         except ValueError as error:
             unnamed.append(f"  {path}, shape {value.shape}: {error}")
-    raise_listed(ValueError, f"{_SAVE}: these arrays cannot be written as tensors:", unnamed)
+    raise_if_any(ValueError, f"{_SAVE}: these arrays cannot be written as tensors:", unnamed)
     # `fill_by_rules` raises an error unless arrays fill each tensor completely, and no part of an
     # array is lost. Its result is used for writing, because files have zeros where nothing is
     # written.

@@ -26,7 +26,7 @@ from .. import _compat
 from ..core.agreement import Operation
 from ..core.flatten import flatten
 from ..diagnostics.progress import progress
-from ..errors import CheckpointError, NoCheckpointError, raise_listed
+from ..errors import CheckpointError, NoCheckpointError, raise_if_any
 from ..specs.fitting import show, suggestion
 from .files import ModelRestore, ModelSave, check_storable
 from .names import named_arrays
@@ -407,7 +407,7 @@ def _encoded(iterator: Any) -> bytes:
     # lost next to a "0".
     wrong = [f"  state{place}" for place in _places_of_other_keys(state)]
     head = "save: expected a data state whose keys are strings, got these keys:"
-    raise_listed(TypeError, head, wrong, "Use str(key), and convert it back in set_state.")
+    raise_if_any(TypeError, head, wrong, "Use str(key), and convert it back in set_state.")
     return encoded
 
 

@@ -35,7 +35,7 @@ from ..analysis.units import bytes_text
 from ..core.agreement import Operation, first_line
 from ..core.memory import is_keys
 from ..core.publishing import Identity, drafts, identity
-from ..errors import CheckpointError, NoCheckpointError, raise_listed
+from ..errors import CheckpointError, NoCheckpointError, raise_if_any
 from ..specs.fitting import without_reductions
 from ..specs.paths import path_key, path_string
 from .checksums import checksums
@@ -417,7 +417,7 @@ def load(
         if total is not None and total != entry.checksum:
             wrong.append(f"  {entry.array.path or 'the root'}")
     head = f"restore: {stored.folder} is damaged. These arrays are not what was written:"
-    raise_listed(CheckpointError, head, wrong)
+    raise_if_any(CheckpointError, head, wrong)
     return arrays
 
 

@@ -12,7 +12,7 @@ module has 1.00 ×).
 From other modules: `version_of` returns the identity of a file, which differs once the file is
 replaced; None without a file, and in a bucket. `drafts` returns the drafts of a path that exist,
 of writers that are busy or were killed.
-`unique_json` decodes JSON, and raises an error if an object has a key twice. `raise_listed` raises
+`unique_json` decodes JSON, and raises an error if an object has a key twice. `raise_if_any` raises
 an error only if there are lines.
 """
 
@@ -34,7 +34,7 @@ import numpy as np
 from ..analysis.json_codec import unique_json
 from ..analysis.memory import array_bytes
 from ..core.publishing import drafts
-from ..errors import CheckpointError, NoCheckpointError, raise_listed, shortened
+from ..errors import CheckpointError, NoCheckpointError, raise_if_any, shortened
 from ..specs.types import AnyArray
 from .names import digest_of
 from .stored import FilePath, as_folder, is_in_bucket, version_of
@@ -150,7 +150,7 @@ def _open_indexed(caller: str, folder: FilePath, files: contextlib.ExitStack) ->
     by_file = {name: _open_file(caller, folder / name, files) for name in file_names}
     missing = [f"  {name}: {file}" for name, file in located.items() if name not in by_file[file]]
     head = f"{caller}: these tensors are not in the file that {folder / INDEX_FILE} names:"
-    raise_listed(CheckpointError, head, missing)
+    raise_if_any(CheckpointError, head, missing)
     return {name: by_file[file][name] for name, file in located.items()}
 
 

@@ -46,7 +46,7 @@ from flax import nnx
 
 from .. import _compat
 from ..core.flatten import flatten
-from ..errors import CheckpointError, by_kind, raise_listed
+from ..errors import CheckpointError, by_kind, raise_if_any
 from . import names, tensor_files
 from .safetensors import WEIGHTS, selected_weights
 from .tensor_candidates import Candidate, Convention, Order, Shape, candidates, distinct
@@ -126,7 +126,7 @@ def match_tensors(
         filled = {target.path for targets in targets_by_rule.values() for target in targets or ()}
         unruled = {name: x for name, x in tensors.items() if targets_by_rule[name] is None}
         unread = [f"  {name}: {x.dtype}" for name, x in unruled.items() if isinstance(x.dtype, str)]
-        raise_listed(CheckpointError, f"{head}\nOf a dtype that JAX does not have:", unread)
+        raise_if_any(CheckpointError, f"{head}\nOf a dtype that JAX does not have:", unread)
 
         # 2. Match the others. Arrays that `only` leaves out are matched as well, because their
         # tensors need rules.
@@ -134,7 +134,7 @@ def match_tensors(
         shapes = {path: x.leaf.shape for path, x in to_fill.items() if path not in filled}
         braces = [f"  {name}" for name in (*unruled, *shapes) if {"{", "}"} & {*name}]
         hint = "Say what becomes of them by rules=..., with {{ and }} for the braces of a path."
-        raise_listed(CheckpointError, f"{head}\nNames with braces have no rules:", braces, hint)
+        raise_if_any(CheckpointError, f"{head}\nNames with braces have no rules:", braces, hint)
         # The kernel of an Einsum may have any order, because a text says the order of its
         # dimensions.
         einsums = {id(x.kernel) for x in flat.objects if isinstance(x, nnx.Einsum)}
@@ -155,7 +155,7 @@ def match_tensors(
             )
         if any(_OF_QUANTISED.fullmatch(name) for name in tensors):  # rules would not help
             remedy = "The file is quantised, but only numbers without scales can be loaded."
-        raise_listed(CheckpointError, head, problems, remedy)
+        raise_if_any(CheckpointError, head, problems, remedy)
 
         # 4. Check that the rules fill each array completely, and once; raise an error otherwise.
         result = TensorRules({**given_rules, **matching.rules()}, matching.matches)

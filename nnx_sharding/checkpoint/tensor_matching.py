@@ -11,7 +11,7 @@ tensor is which part of the array. Then the pairs are sorted by goal, and missin
 (None) ignores the tensor. The result is None if no rule matches the name.
 
 From other modules: `gaps` returns texts about parts of an array that no placement fills, or that
-several fill; none if the array is filled once. `raise_listed` raises an error only if there are
+several fill; none if the array is filled once. `raise_if_any` raises an error only if there are
 lines.
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from ..errors import CheckpointError, by_kind, raise_listed
+from ..errors import CheckpointError, by_kind, raise_if_any
 from ..specs.types import AnyArray
 from .names import OF_ANOTHER_DTYPE, is_castable, suggestions
 from .tensor_layouts import Placement, gaps
@@ -96,7 +96,7 @@ def fill_by_rules(
         "Of another shape": [pair.problem for pair in pairs if pair.problem],
         OF_ANOTHER_DTYPE: dtypes,
     }
-    raise_listed(CheckpointError, head, by_kind(problems))
+    raise_if_any(CheckpointError, head, by_kind(problems))
     return filled
 
 

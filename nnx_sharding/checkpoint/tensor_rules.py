@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from .tensor_layouts import Axis, Dimensions, Placement, names_in
 
 _NAME, _INDEX = r"[A-Za-z_]\w*", r"\{\d+\}"
@@ -358,8 +358,8 @@ def read_rules(caller: str, rules: Mapping[str, Rule]) -> Rules:
             continue
         pairs.append((pattern, tensors))
     head = f"{caller}: expected paths, Tensors or None in rules, got:"
-    raise_listed(TypeError, head, wrong_types)
-    raise_listed(ValueError, f"{caller}: these rules cannot be understood:", wrong)
+    raise_if_any(TypeError, head, wrong_types)
+    raise_if_any(ValueError, f"{caller}: these rules cannot be understood:", wrong)
     return Rules(pairs)
 
 

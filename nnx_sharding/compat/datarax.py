@@ -24,7 +24,7 @@ from ..core.constrain import apply_shardings, is_shardable, sharding_of
 from ..core.flatten import flatten
 from ..core.rebuild import rebuild
 from ..core.tree_shardings import assign_shardings
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..partition.rules import LogicalRules
 from ..placement.place import trim_to_rank
 from ..transforms.shard_map import shard_map
@@ -363,7 +363,7 @@ class ArraySharder(nnx.Module):
         ]
         # An error is raised only if there are lines. All statements that may raise an error come
         # before the first statement that changes the sharder.
-        raise_listed(ValueError, "this is not a state of the sharder:", lines)
+        raise_if_any(ValueError, "this is not a state of the sharder:", lines)
         # Statistics are set by themselves, because they may have any form, and Flax would require
         # the form of the present ones.
         stats = values.pop("_computed_stats", None)

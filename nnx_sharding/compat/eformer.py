@@ -24,7 +24,7 @@ Helpers of this library that most functions use:
   of each array, None for one that stays. `apply_shardings` moves the arrays, in a trace constrains
   them, and `rebuild` puts them into the tree.
 * `map_variables` returns a tree with other values in place of Variables and bare arrays.
-* `raise_listed` raises an error with a line for each item, and does nothing without items.
+* `raise_if_any` raises an error with a line for each item, and does nothing without items.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from ..core.flatten import flatten
 from ..core.prefixes import Specs, check_specs
 from ..core.rebuild import rebuild
 from ..core.tree_shardings import assign_shardings, warn_of_corrections
-from ..errors import NoMeshError, UnusedFilterWarning, by_kind, message, raise_listed, warn_or_raise
+from ..errors import NoMeshError, UnusedFilterWarning, by_kind, message, raise_if_any, warn_or_raise
 from ..partition.rules import from_rules, read_patterns
 from ..partition.variables import NamedVariable, map_variables
 from ..specs.fitting import (
@@ -167,7 +167,7 @@ def get_corrected_named_sharding(
         return NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
     fit = fit_sharding(partition_spec, mesh, shape, on_indivisible="drop", lenient=True)
     if fit.problems:  # for example, an axis is named twice
-        raise_listed(ValueError, f"{name}:", [fit.line("array")])
+        raise_if_any(ValueError, f"{name}:", [fit.line("array")])
     if fit.corrections:
         warn_of_corrections(name, [fit.line("array")], strict=False)
     return NamedSharding(mesh, fit.sharding)  # `fit.sharding` of a spec is a spec
@@ -252,7 +252,7 @@ def match_partition_rules(
         "these specs do not fit the mesh": chooser.mismatches,
     }
     # `by_kind` leaves out kinds without lines, so no error is raised if there are none.
-    raise_listed(ValueError, f"{name}:", by_kind(problems))
+    raise_if_any(ValueError, f"{name}:", by_kind(problems))
     _warn_of_unused(name, pairs, chooser.matches)
     return result
 
@@ -374,7 +374,7 @@ def create_pattern_based_partition_spec(
     problems = [
         f"  {problem}" for _, spec in pairs for problem in fit_sharding(spec, mesh).problems
     ]
-    raise_listed(ValueError, f"{pattern!r} does not fit the mesh:", problems)
+    raise_if_any(ValueError, f"{pattern!r} does not fit the mesh:", problems)
 
     def spec_of(name: str, array: Any) -> PartitionSpec:
         path = (name,)
@@ -601,7 +601,7 @@ def _map_arrays_of_variables(tree: object, read: Callable[[Any], Any]) -> Any:
 
     result = map_variables(tree, choose)
     head = "expected numbers and arrays with a NamedSharding, the same one in each Variable, got:"
-    raise_listed(ValueError, head, missing, "Place arrays with with_sharding_constraint.")
+    raise_if_any(ValueError, head, missing, "Place arrays with with_sharding_constraint.")
     return result
 
 

@@ -32,7 +32,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Sharding
 
 from .. import _compat
-from ..errors import message, raise_listed, see
+from ..errors import message, raise_if_any, see
 from ..specs.fitting import is_equivalent
 from ..specs.types import AnyArray, Arrays
 from .flatten import Flat
@@ -175,7 +175,7 @@ def _check_obstacles(plan: Plan, arrays: Mapping[int, DeclaredArray]) -> None:
         if reason := obstacle(x.array, x.declared):
             lines.append(f"  {x.name}: {reason}")
     head = f"{plan.transform.name}: these arrays cannot be placed as declared:"
-    raise_listed(ValueError, head, lines)
+    raise_if_any(ValueError, head, lines)
 
 
 def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:

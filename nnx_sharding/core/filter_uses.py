@@ -27,7 +27,7 @@ from typing import Any
 
 from flax import nnx
 
-from ..errors import UnusedFilterWarning, message, raise_listed, shortened, warn_or_raise
+from ..errors import UnusedFilterWarning, message, raise_if_any, shortened, warn_or_raise
 from ..specs.filters import (
     Paths,
     is_opaque,
@@ -250,7 +250,7 @@ def check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
             "one argument, or choose shardings for each; fsdp(model, optimizer=optimizer) covers "
             "both."
         )
-    raise_listed(
+    raise_if_any(
         ValueError,
         f"no filter of the {type(uses[0].rules).__name__} matches:",
         [f"  {path}: {subject_text(x)}" for use in uses for path, x in use.unmatched],

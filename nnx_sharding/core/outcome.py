@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from .. import _compat
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.types import Arrays, Spec
 from .flatten import Flat
 from .rebuild import NodeChange, node_changes, slots_before
@@ -266,7 +266,7 @@ def _group_numbers(plan: Plan, specs: Sequence[Spec], names: Sequence[str]) -> d
     # new Variables only in the trace, and may return specs that were not known before.
     pairs = zip(names, specs, strict=True)
     lines = [f"  {name}: {spec!r}" for name, spec in pairs if spec not in numbers]
-    raise_listed(
+    raise_if_any(
         ValueError,
         f"{plan.transform.name}: nnx.prefix cannot shard Variables that the function creates, "
         "because it only sees the arguments. These are new, and get specs that no argument has:",

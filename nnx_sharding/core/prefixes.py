@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from .. import _compat
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.filters import is_opaque, to_predicate
 from ..specs.fitting import show, suggested_spec
 from ..specs.paths import Path, accessor, path_key
@@ -214,4 +214,4 @@ def check_specs(name: str, types: type | tuple[type, ...] = object, **options: S
         "P() replicates; None declares nothing."
     )
     head = f"{name}: expected a sharding spec, got:"
-    raise_listed(TypeError, head, lines, remedy, anchor="not-a-spec")
+    raise_if_any(TypeError, head, lines, remedy, anchor="not-a-spec")

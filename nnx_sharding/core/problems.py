@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from .. import _compat
-from ..errors import NoMeshError, listed_error, merged, message, raise_listed, see, shortened
+from ..errors import NoMeshError, listed_error, merged, message, raise_if_any, see, shortened
 from ..specs.fitting import describe_both, show
 from ..specs.types import AnyArray, Arrays
 
@@ -127,4 +127,4 @@ def check_options(name: str, **options: tuple[Any, Sequence[Any]]) -> None:
         for option, (value, choices) in options.items()
         if value not in choices
     ]
-    raise_listed(ValueError, f"{name}: these options have invalid values:", lines)
+    raise_if_any(ValueError, f"{name}: these options have invalid values:", lines)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.fitting import OnIndivisible, describe_both
 from ..specs.state_sharding import FilterMatch, StateSharding
 from ..specs.types import Arrays, Axis, Objects, Spec
@@ -160,7 +160,7 @@ def _check_conflicts(conflicts: Sequence[Conflict]) -> None:
         # The texts are short, unless only longer texts show the difference.
         text, other_text = describe_both(first.spec, other.spec)
         lines.append(f"  {first.name}: {text}\n  {other.name}: {other_text}")
-    raise_listed(
+    raise_if_any(
         ValueError,
         f"Inconsistent aliasing: one Variable or array has different {specs} under different "
         "paths:",

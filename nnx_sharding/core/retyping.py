@@ -31,7 +31,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.fitting import axes_of_type, describe_mesh, fit_sharding, keep_axes, spec_and_mesh
 from ..specs.types import AnyMesh, Arrays, AxisName, Spec
 from .constrain import retype, retype_all, type_mesh, type_spec
@@ -300,7 +300,7 @@ class RetypedArrays(NamedTuple):
                 spec, _ = pair
                 arrays[slot] = retype(arrays[slot], self.change.outer, spec)
                 untyped.pop(slot, None)
-        raise_listed(
+        raise_if_any(
             ValueError,
             f"{name}: these results were computed on Auto axes, and no spec says how they are "
             "sharded on the Explicit axes outside:",

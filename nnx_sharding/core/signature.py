@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from ..errors import message, raise_listed, see
+from ..errors import message, raise_if_any, see
 from ..specs.fitting import suggestion
 from .functions import name_of
 
@@ -165,7 +165,7 @@ class Parameters:
         unknown = [name for name in names if isinstance(name, str) and name not in parameters]
         lines = [f"  {name!r}{suggestion(name, parameters)}{listed}" for name in unknown]
         head = f"{option}: these are not parameters of the function:"
-        raise_listed(ValueError, head, lines, anchor="unknown-parameter")
+        raise_if_any(ValueError, head, lines, anchor="unknown-parameter")
 
     def _complete(
         self, positions: tuple[int, ...] | None, names: tuple[str, ...] | None

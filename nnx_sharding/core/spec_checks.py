@@ -24,7 +24,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..errors import CorrectedSpecWarning, message, raise_listed, warn_or_raise
+from ..errors import CorrectedSpecWarning, message, raise_if_any, warn_or_raise
 from ..specs.fitting import Fit, Mismatch, OnIndivisible, describe, fit_sharding, spec_and_mesh
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyMesh, Arrays, AxisName, Objects, Spec
@@ -69,7 +69,7 @@ def check_axes(
         lines.append(f"  {describe(spec)} for {names}: {'; '.join(map(str, problems))}")
     sizes.update({} if transform.context is None else transform.context.shape)
     axes = ", ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
-    raise_listed(
+    raise_if_any(
         ValueError,
         f"{transform.name}: these specs do not fit the mesh:",
         lines,
@@ -210,7 +210,7 @@ def _raise_for_mismatches(
         )
     else:
         remedy = "Give each a spec with at most one entry for each dimension."
-    raise_listed(
+    raise_if_any(
         _compat.IndivisibleError if is_like_jit else ValueError,
         f"{transform.name}: the specs of these {arrays} do not fit their shapes:",
         [line for _, line in mismatches],

@@ -29,7 +29,7 @@ import jax
 from flax import nnx
 
 from .. import _compat
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.paths import accessor
 from .flatten import flatten
 from .static_equality import Static
@@ -65,7 +65,7 @@ def check_static_places(
     """Raises a ``ValueError`` for Variables, and modules with arrays, in static places.
 
     Arrays of JAX are allowed in attributes, where they are compared by value, but not in static
-    arguments. Without a line for the message, ``raise_listed`` raises nothing.
+    arguments. Without a line for the message, ``raise_if_any`` raises nothing.
 
     Args:
       structure: the structure of the arguments.
@@ -82,7 +82,7 @@ def check_static_places(
     uncopied_have_arrays = any(structure.slots[index] for index in uncopied)
     if has_hidden_arrays or uncopied_have_arrays:
         starts += [_Place(name, child, in_argument=False) for name, child in arguments]
-    raise_listed(
+    raise_if_any(
         ValueError,
         "static values must not hold Variables or arrays, which would become constants of the "
         "program:",

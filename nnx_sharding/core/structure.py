@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 import jax
 
 from .. import _compat
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.paths import Metadata, Path, accessor, path_string
 from .static_equality import Static, static_paths
 from .static_parts import StaticKind
@@ -299,7 +299,7 @@ class Structure:
             if len(places) > 1:
                 lines.append(f"  {entries[index].type.__name__}: {', '.join(places)}")
         head = "graph=False does not support shared references. Duplicates, found at paths:"
-        raise_listed(ValueError, head, lines, "Remove the duplicates, or use graph=True.")
+        raise_if_any(ValueError, head, lines, "Remove the duplicates, or use graph=True.")
 
     def __hash__(self) -> int:
         # The hash is kept, because each call that flattens looks up its structure.

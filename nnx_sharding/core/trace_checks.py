@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 
 from .. import _compat
-from ..errors import CapturedArrayWarning, StrictError, message, raise_listed, warn_or_raise
+from ..errors import CapturedArrayWarning, StrictError, message, raise_if_any, warn_or_raise
 from ..specs.fitting import describe
 from ..specs.paths import Path, accessor
 from ..specs.types import AnyArray, Arrays
@@ -137,7 +137,7 @@ def check_objects(
     for index, path in misused[misuse]:
         expression = accessor(names.get(index, "an object"), path)  # "model.config" + ["scale"]
         lines.append(f"  {expression}: {type(flat_after.objects[index]).__name__}")
-    raise_listed(misuse.error, f"{name}: {misuse.head}", lines, misuse.remedy)
+    raise_if_any(misuse.error, f"{name}: {misuse.head}", lines, misuse.remedy)
 
 
 def check_output(
@@ -164,7 +164,7 @@ def check_output(
             lines.append(f"  {path}: the input {variables[index].name}")
         elif not _compat.can_update(flat_after.objects[index]):  # made outside of this trace
             lines.append(f"  {path}: captured")
-    raise_listed(
+    raise_if_any(
         ValueError,
         f"{name}: Variable aliasing is not supported without graph updates: these outputs are "
         "Variables of the inputs, or were captured:",
@@ -273,7 +273,7 @@ def check_donated(
         for argument, leaf in donated.values()
         if surplus[_shape_and_dtype(leaf)] < 0
     ]
-    raise_listed(
+    raise_if_any(
         StrictError,
         f"{name}: these arguments are donated, but {fun} has no result of their shape and dtype "
         "that could reuse their memory:",

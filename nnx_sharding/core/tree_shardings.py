@@ -30,7 +30,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..errors import CorrectedSpecWarning, message, raise_listed, warn_or_raise
+from ..errors import CorrectedSpecWarning, message, raise_if_any, warn_or_raise
 from ..specs.fitting import (
     Fit,
     OnIndivisible,
@@ -265,14 +265,14 @@ class _Fitter:
         # errors for a lenient caller as well.
         if self._without_mesh and not self.lenient:
             raise no_mesh(self.caller, self._without_mesh)
-        raise_listed(
+        raise_if_any(
             TypeError,
             f"{self.caller}: these leaves have a sharding, but are not arrays:",
             self._not_arrays,
             "Give them the sharding None, or keep them out of the tree.",
         )
         head = f"{self.caller}: these specs cannot be used:"
-        raise_listed(ValueError, head, self._refused, self._remedy)
+        raise_if_any(ValueError, head, self._refused, self._remedy)
 
 
 def _not_explicit(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> str | None:

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from ..core.constrain import given_mesh, retype, type_mesh, type_spec
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.fitting import pad_entries, suggestion
 from .blocks import AttentionArrays, Dropout, Rule, TokenInfo, Visibility, reshape
 from .layout import Axes, Layout, layout_of
@@ -168,7 +168,7 @@ def _checked_layout(
         *_wrong_mesh(mesh, sequence),
         *_unsupported(bias, options),
     ]
-    raise_listed(ValueError, f"{caller}:", [f"  {line}" for line in faults])
+    raise_if_any(ValueError, f"{caller}:", [f"  {line}" for line in faults])
     layout = layout_of(
         mesh,
         named["query"],
@@ -179,7 +179,7 @@ def _checked_layout(
     )
     # Only a layout, which a wrong mesh has none of, tells what has to be divided.
     faults = [*_wrong_lengths(named, layout, exchanged)]
-    raise_listed(ValueError, f"{caller}:", [f"  {line}" for line in faults])
+    raise_if_any(ValueError, f"{caller}:", [f"  {line}" for line in faults])
     return layout
 
 

@@ -40,7 +40,7 @@ from .. import _compat
 from ..activations.trace_keys import current_batch_axes
 from ..core.constrain import given_mesh, mesh_in_trace, retype, type_spec
 from ..core.known_faults import refuse_gradients_of_varying
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.fitting import axes_of, axes_of_type, keep_axes, pad_entries, suggestion
 
 
@@ -155,7 +155,7 @@ def dispatch_to_experts(
         *_wrong_shapes(x, weights, indices, logits, num_experts, capacity),
         *_wrong_mesh(x, num_experts, mesh, axis, group_axes, mapped_axes),
     ]
-    raise_listed(ValueError, "dispatch_to_experts:", [f"  {line}" for line in problems])
+    raise_if_any(ValueError, "dispatch_to_experts:", [f"  {line}" for line in problems])
     dispatch = _Dispatch(mesh, axis, group_axes, num_experts, capacity)
 
     # Each device has groups, rows and a routing of its own. Arrays of all devices have the devices'

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from .. import _compat
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..partition.optimizer import with_optimizer
 from ..partition.strategies import (
     activations_of,
@@ -99,7 +99,7 @@ def expert_parallel(
             problems.append(f"  {accessor('model', weight.path)}: {text}, {specs[weight.path]}")
         else:
             specs[weight.path] = spec
-    raise_listed(ValueError, "expert_parallel:", problems, "Choose axes that divide the weights.")
+    raise_if_any(ValueError, "expert_parallel:", problems, "Choose axes that divide the weights.")
     if not weights:
         raise ValueError(
             f"expert_parallel: the model has no weights of {experts} experts: parameters of a "

@@ -58,7 +58,7 @@ from ..core.interrupts import signals_deferred
 from ..core.memory import main_memory
 from ..core.place import finish_on_cpu, obstacle, place_arrays
 from ..core.rebuild import rebuild
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.fitting import axes_of_type
 
 Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
@@ -490,7 +490,7 @@ def _plan(
         goals.append(goal)
         distinct = dict.fromkeys(_obstacles(used, goal, placements))
         obstacles += [f"  {path}: {obstacle}" for obstacle in distinct]
-    raise_listed(ValueError, "transfer: these arrays cannot be moved:", obstacles)
+    raise_if_any(ValueError, "transfer: these arrays cannot be moved:", obstacles)
     # Few old values stay until the new ones are there. Many are released first, because they may
     # not fit into memory next to the new ones.
     releases_first = sum(goal.nbytes for goal in goals) > _MOST_KEPT

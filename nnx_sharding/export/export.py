@@ -28,7 +28,7 @@ from ..core.outcome import INPUT, Outcome
 from ..core.plan import Plan
 from ..core.structure import LEAF, Child, Container, RefEntry, Structure, VariableEntry, parts_of
 from ..diagnostics.differences import differences, show_child
-from ..errors import message, raise_listed
+from ..errors import message, raise_if_any
 from ..specs.fitting import show
 from ..specs.paths import Path
 from ..transforms.lifted import Lifted
@@ -119,7 +119,7 @@ def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
     refs |= plan.structure.slots_of(RefEntry)
     lines = [f"  {plan.names[slot]}: {type(leaves[slot]).__name__}" for slot in sorted(refs)]
     head = f"{plan.fun_name} cannot be exported with these arguments, whose identity no file keeps:"
-    raise_listed(TypeError, head, lines, "Use Variables that hold arrays.")
+    raise_if_any(TypeError, head, lines, "Use Variables that hold arrays.")
 
 
 def _type_of(leaf: Any, sharding: Any, spec: Any) -> Any:

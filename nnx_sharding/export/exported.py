@@ -31,7 +31,7 @@ from ..analysis.units import printable
 from ..core.declared import is_committed
 from ..core.flatten import flatten
 from ..core.place import place_arrays
-from ..errors import ExportError, by_kind, raise_listed
+from ..errors import ExportError, by_kind, raise_if_any
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, accessor, path_string
 from . import files
@@ -284,7 +284,7 @@ def _bind(
         "One array in the exported function, to be passed once": not_shared,
     }
     head = f"{manifest.function} was exported for other arrays than these."
-    raise_listed(TypeError, head, by_kind(faults))
+    raise_if_any(TypeError, head, by_kind(faults))
     return [passed[position][1] for position in range(len(manifest.inputs))], forms
 
 
@@ -316,7 +316,7 @@ def _arguments_by_name(
         bound[name] = value
     lines += [f"  {name}: missing" for name in names if name not in bound]
     head = f"{manifest.function} was exported with the arguments ({', '.join(names)}), and cannot "
-    raise_listed(TypeError, f"{head}be called with these:", lines)
+    raise_if_any(TypeError, f"{head}be called with these:", lines)
     return bound
 
 

@@ -46,7 +46,7 @@ from ..core.retyping import AxisTypeChange, RetypedArrays, call_retyped
 from ..core.signature import ArgTree, Parameters, Roles
 from ..core.tree_shardings import fit_shardings
 from ..core.unflatten import restore
-from ..errors import NoMeshError, raise_listed
+from ..errors import NoMeshError, raise_if_any
 from ..specs.fitting import axes_of
 from ..specs.types import Arrays, Objects
 from ..transforms.lifted import unbind
@@ -347,7 +347,7 @@ class _AxisMode:
                 lines.append(array_line(name, leaf))
         head = "no spec says how these arguments are sharded on the axes that become Explicit:"
         remedy = "Declare them in in_sharding; P() replicates."
-        raise_listed(ValueError, f"{self.name}: {head}", lines, remedy)
+        raise_if_any(ValueError, f"{self.name}: {head}", lines, remedy)
 
     def _call_retyped(self, flat: Flat, arrays: RetypedArrays) -> Flat:
         """Calls the function with arrays of inner types; returns arguments and result after it."""

@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.activation_sharding import ActivationSharding
 from ..specs.fitting import describe, pad_entries, replace_spec, show
 from ..specs.paths import Path, path_key, path_string, plain_key
@@ -382,7 +382,7 @@ def union(model: SpecsByPath, optimizer: SpecsByPath) -> SpecsByPath:
         for path, spec in model.items()
         if spec != optimizer.get(path, spec)
     ]
-    raise_listed(
+    raise_if_any(
         ValueError,
         "the model and the optimizer have these paths in common, with different specs:",
         different,

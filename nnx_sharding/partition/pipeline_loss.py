@@ -20,7 +20,7 @@ From other modules: a *slot* is the number of an array among all arrays of the a
 their structure, and ``leaves`` by slot). An ``Outcome`` says what a call has done to its arguments:
 the structure afterwards, and the *source* of the array in each slot: an input, or an output of the
 program. A *position* counts the inputs or the outputs of the trace, which are arrays only. For S
-stages of D layers each, arrays of layers are (S, D, …), and (D, …) in one stage. `raise_listed`
+stages of D layers each, arrays of layers are (S, D, …), and (D, …) in one stage. `raise_if_any`
 raises an error only if there are lines. `_compat.used_part` returns the part of a jaxpr that some
 outputs and all callbacks need, and the positions of the inputs that the part reads.
 """
@@ -43,7 +43,7 @@ from ..core.flatten import Flat
 from ..core.outcome import INPUT, Outcome, OutputGroup, Source
 from ..core.rebuild import slots_before
 from ..core.structure import Structure
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..transforms.in_trace import Function, replace_slots
 from .staged_layers import StagedLayers
 
@@ -57,7 +57,7 @@ def refuse_loss(reasons: Sequence[str], remedy: str) -> None:
 
     Without reasons, it does nothing.
     """
-    raise_listed(
+    raise_if_any(
         ValueError,
         'pipeline: schedule="1f1b" cannot interleave this loss:',
         [f"  {reason}" for reason in reasons],

@@ -10,7 +10,7 @@ From other modules: `BlockCalls.add` returns the pending output of a block, or N
 block of the list. `calls_before` returns the calls of the blocks before, and raises an error if x
 is not the output of the block before. `mesh_in_trace` returns a mesh with the axis types that it
 has in the current trace. `write_back` writes the arrays that changed in a copy of layers to the
-original. `raise_listed` raises an error only if there are lines.
+original. `raise_if_any` raises an error only if there are lines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..activations.trace_keys import pass_tags
 from ..activations.variables import modules_in
 from ..core.constrain import mesh_in_trace
 from ..core.flatten import Flat
-from ..errors import UnshardedWarning, message, raise_listed, see, warn_or_raise
+from ..errors import UnshardedWarning, message, raise_if_any, see, warn_or_raise
 from ..specs.fitting import axes_of_type
 from ..specs.paths import Path, accessor
 from ..specs.types import AnyMesh
@@ -335,7 +335,7 @@ class Schedule(PipelineSizes):
             for where, shape in shapes.items()
             if not shape or shape[0] != batch or not batch or batch % count
         }
-        raise_listed(
+        raise_if_any(
             ValueError,
             f"pipeline: {count} microbatches cannot be made of the inputs of the layers:",
             [f"  {where}: shape {shape}" for where, shape in wrong_shapes.items()],
@@ -356,7 +356,7 @@ class Schedule(PipelineSizes):
             and isinstance(leaf.value, jax.Array)
             and leaf.value.shape[:1] == (batch,)
         ]
-        raise_listed(
+        raise_if_any(
             ValueError,
             f"pipeline: further arguments of the layers with {batch} rows, as many as the batch:",
             [f"  {leaf.accessor}: shape {leaf.value.shape}" for leaf in suspects],

@@ -11,7 +11,7 @@ layer.
 
 From other modules: `shard_largest` returns the spec unchanged if the axis divides no dimension.
 `layer_differences` returns a line of text for each difference, none if layers are equal.
-`raise_listed` raises an error only if there are lines.
+`raise_if_any` raises an error only if there are lines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
 from ..activations.variables import modules_in
-from ..errors import UnshardedWarning, message, raise_listed, warn_or_raise
+from ..errors import UnshardedWarning, message, raise_if_any, warn_or_raise
 from ..specs.activation_sharding import InOutSharding
 from ..specs.filters import Paths
 from ..specs.fitting import pad_entries, spec_axes, suggestion, with_entries
@@ -177,7 +177,7 @@ def pipeline(
     # `type(x) is int` leaves out True, which counts as 1.
     counts = {"microbatches": microbatches, "repeats": repeats}
     wrong = [f"  {name}={x!r}" for name, x in counts.items() if type(x) is not int or x < 1]
-    raise_listed(ValueError, "pipeline: expected positive integers, got:", wrong)
+    raise_if_any(ValueError, "pipeline: expected positive integers, got:", wrong)
     names = (rows,) if isinstance(rows, str) else tuple(rows)
     sizes = Schedule(
         axis,
@@ -275,7 +275,7 @@ def _shard_layers(
         else:
             later_entries = pad_entries(spec, len(x.shape or ()))[1:]
             specs[x.path] = with_entries(spec, [axis, *later_entries])
-    raise_listed(
+    raise_if_any(
         ValueError,
         f"pipeline: specs of base shard layers, or use {axis!r}, in:",
         lines,
@@ -354,7 +354,7 @@ def _find_stacks(model: object, schedule: Schedule) -> dict[Path, Any]:
         for path, layers in stacks.items()
         if len(layers) % groups
     ]
-    raise_listed(
+    raise_if_any(
         ValueError,
         f"pipeline: {schedule.stages} stages along {schedule.axis!r} times {schedule.repeats} "
         "repeats do not divide the number of layers:",
@@ -362,7 +362,7 @@ def _find_stacks(model: object, schedule: Schedule) -> dict[Path, Any]:
         "Choose a number of layers that they divide, or another mesh.",
     )
     shared = [f"  {x.name}" for x in _shared_variables(model, stacks)]
-    raise_listed(
+    raise_if_any(
         ValueError,
         "pipeline: layers share these Variables, which would be on several stages:",
         shared,
@@ -376,7 +376,7 @@ def _check_names(stacks: _Stacks, rows: Sequence[str]) -> None:
     layers = [x.layers if isinstance(x, Stack) else x[0] for x in stacks.values()]
     parameter_names = {name for layer in layers for name in parameters_of(layer)[1:]}
     unknown = [name for name in rows if name not in parameter_names]
-    raise_listed(
+    raise_if_any(
         ValueError,
         "pipeline: rows names what no layer takes, besides its first argument:",
         [f"  {name!r}{suggestion(name, parameter_names)}" for name in unknown],

@@ -11,7 +11,7 @@ From other modules: `axes_of` returns the axes (or names) of an entry as a tuple
 UNCONSTRAINED. `pad_entries` returns the entries of a spec as a list, cut or filled with None to a
 rank. `with_entries` returns a spec with other entries. `suggestion` returns a text such as
 "; did you mean 'model'?", or an empty one. `glob_hint` returns an empty text for a pattern that is
-no glob. `raise_listed` raises an error only if there are lines.
+no glob. `raise_if_any` raises an error only if there are lines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..errors import UnusedFilterWarning, listed, raise_listed, shortened, warn_or_raise
+from ..errors import UnusedFilterWarning, listed, raise_if_any, shortened, warn_or_raise
 from ..specs.filters import PathRegex, glob_hint, to_predicate
 from ..specs.fitting import (
     OnIndivisible,
@@ -480,7 +480,7 @@ def _from_names(
                 specs[variable.path] = spec_of(variable, names)
         except (TypeError, ValueError) as error:
             lines.append(f"  {variable.name}, shape {variable.shape}, {names!r}: {error}")
-    raise_listed(ValueError, f"{caller}: {fault}:", lines, hint)
+    raise_if_any(ValueError, f"{caller}: {fault}:", lines, hint)
     return from_paths(specs, by=caller)
 
 

@@ -43,7 +43,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .. import _compat
 from ..core.constrain import given_mesh
 from ..core.flatten import flatten
-from ..errors import NoMeshError, UnshardedWarning, raise_listed, warn_or_raise
+from ..errors import NoMeshError, UnshardedWarning, raise_if_any, warn_or_raise
 from ..specs.activation_sharding import ActivationSharding, checked_prefetch
 from ..specs.fitting import (
     axes_of,
@@ -335,7 +335,7 @@ def base_specs(
             spec = fit.sharding
         specs[variable.path] = PartitionSpec() if spec is None else spec
     head = f"{name}: specs of base do not fit:"
-    raise_listed(ValueError, head, mismatches, "Correct these specs.")
+    raise_if_any(ValueError, head, mismatches, "Correct these specs.")
     return specs
 
 

@@ -12,7 +12,7 @@ again for another shape. A leaf of a batch whose spec is None is *passed through
 anything.
 
 From other modules: `assign_shardings` turns a prefix of specs into the sharding of each array, or
-raises an error. `raise_listed` raises an error only if there are lines. `out_of_range` returns the
+raises an error. `raise_if_any` raises an error only if there are lines. `out_of_range` returns the
 range of integers as a text if a dtype cannot hold it, and an empty text otherwise.
 """
 
@@ -35,7 +35,7 @@ from ..core.prefixes import Specs
 from ..core.problems import out_of_range
 from ..core.tree_shardings import assign_shardings
 from ..core.treedefs import PyTreeDef
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.fitting import axes_of, show, with_entries
 from ..specs.paths import accessor, path_key
 from .place import trim_to_rank
@@ -331,7 +331,7 @@ class BatchSharding:
             new_names = _names(jax.tree_util.tree_flatten_with_path(batch)[0])
             lines = [f"  {name}: new" for name in new_names if name not in names]
             lines += [f"  {name}: missing" for name in names if name not in new_names]
-            raise_listed(
+            raise_if_any(
                 ValueError,
                 f"{_NAME}: the structure of this batch differs from that of the first one:",
                 lines or [f"  {treedef}, in the first batch {self._treedef}"],
@@ -357,14 +357,14 @@ class BatchSharding:
                 too_large.append(f"  {leaf}, {limits}")
             elif kind != leaf.kind:
                 changed.append(f"  {leaf} became {kind}")
-        raise_listed(
+        raise_if_any(
             ValueError,
             f"{_NAME}: these leaves differ from those of the first batch:",
             changed,
             "A training step would be compiled for each shape: pad them to one shape, or use a "
             "separate shard_batches for each.",
         )
-        raise_listed(
+        raise_if_any(
             ValueError,
             f"{_NAME}: these integers do not fit the 32 bits that JAX has:",
             too_large,
@@ -381,7 +381,7 @@ class BatchSharding:
         pairs = zip(self.leaves, arrays, strict=True)
         counts = {leaf.name: len(array) for leaf, array in pairs if leaf.has_rows}
         if len(set(counts.values())) > 1:
-            raise_listed(
+            raise_if_any(
                 ValueError,
                 f"{_NAME}: these leaves of one batch differ in their first dimension:",
                 [f"  {name}: {count} rows" for name, count in counts.items()],
@@ -414,7 +414,7 @@ class BatchSharding:
         # The next size that can be divided for all leaves, for the message.
         all_parts = [_num_parts(sharding) for _, sharding in self._with_rows]
         divisible = _next_size(size, math.lcm(*all_parts))
-        raise_listed(
+        raise_if_any(
             ValueError,
             f"{_NAME}: batches of {size} rows cannot be sharded evenly:",
             [
@@ -430,7 +430,7 @@ class BatchSharding:
         self._full_kinds = self._kinds_in_full_batch()
         if is_alone:  # this process holds all rows of each leaf
             return
-        raise_listed(
+        raise_if_any(
             ValueError,
             f"{_NAME}: a process would have to load different rows of these leaves than of those "
             f"with rows sharded by {_axes_text(self.rows)}:",
@@ -603,7 +603,7 @@ def _check_arrays(
         if sharding is not None and isinstance(array, TypeError)
     ]
     remedy = "Leave them out, or give them the spec None, which passes them through."
-    raise_listed(TypeError, f"{_NAME}: these leaves are not arrays:", wrong, remedy)
+    raise_if_any(TypeError, f"{_NAME}: these leaves are not arrays:", wrong, remedy)
 
 
 def _as_host_array(leaf: Any) -> Any:  # HostArray | TypeError; a checked leaf is an array

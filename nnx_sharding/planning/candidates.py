@@ -41,7 +41,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
 from ..analysis.parameters import spec_text
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..experimental import context_parallel, expert_parallel
 from ..experimental.context import METHODS
 from ..partition import fsdp, pipeline, replicated, tensor_parallel, zero1
@@ -514,7 +514,7 @@ def checked_strategies(names: Sequence[str]) -> list[str]:
         if len({*roles}) < len(roles):
             wrong.append(f"  {name!r}: two styles over one axis")
         checked.append(_chain_name(data, styles))
-    raise_listed(ValueError, "plan: unknown strategies:", wrong)
+    raise_if_any(ValueError, "plan: unknown strategies:", wrong)
     return checked
 
 
@@ -644,7 +644,7 @@ def check_meshes(
         count = math.prod(sizes.values())
         if devices is not None and count != devices:
             wrong.append(f"  {dict(sizes)}: {count} devices, not {devices}")
-    raise_listed(ValueError, "plan: these meshes cannot be used:", wrong)
+    raise_if_any(ValueError, "plan: these meshes cannot be used:", wrong)
 
 
 def applies(strategy: str, sizes: Mapping[str, int], axes: Axes) -> bool:

@@ -27,7 +27,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..diagnostics.progress import progress
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..placement.place import place
 from ..report.comparison import Failure
 from ..transforms.jit import jit
@@ -186,7 +186,7 @@ def check_devices(measure: int, meshes: Sequence[Mesh]) -> None:
         return
     largest = max(mesh.size for mesh in meshes)
     needs = f"{largest} × {', '.join(sorted(missing_kinds))}"
-    raise_listed(
+    raise_if_any(
         ValueError,
         f"plan: measure={measure} runs candidates, but not all of their devices are here:",
         [f"  {needs}: this process has {len(own)} × {own[0].device_kind}"],

@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.units import read_bytes
 from ..diagnostics.progress import progress
-from ..errors import message, raise_listed
+from ..errors import message, raise_if_any
 from ..partition.mesh import DEFAULT, on_topology, planning_mesh, topology_devices
 from ..partition.variables import models_unchanged
 from ..report.comparison import names_by_value
@@ -147,7 +147,7 @@ def _check_arguments(maximize: object, topology: str | None, counts: Mapping[str
             wrong.append(f"  {name}={count!r}: expected a number of at least {least}")
     if topology is not None and counts["devices"] is not None:
         wrong.append(f"  devices={counts['devices']!r}: topology={topology!r} has its own devices")
-    raise_listed(ValueError, "plan: these arguments cannot be used:", wrong)
+    raise_if_any(ValueError, "plan: these arguments cannot be used:", wrong)
 
 
 def _read_strategies(

@@ -27,7 +27,7 @@ from ..analysis.program import ProgramReport
 from ..analysis.roofline import cpu_caveat
 from ..analysis.tables import legend, table, text
 from ..analysis.units import UNKNOWN, bytes_text, count_text, read_bytes, time_text
-from ..errors import raise_listed
+from ..errors import raise_if_any
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -105,7 +105,7 @@ class Comparison(JsonForm):
             for name, report in self.reports.items()
             if not isinstance(report, ProgramReport | Failure)
         ]
-        raise_listed(TypeError, "these are not reports of programs:", wrong)
+        raise_if_any(TypeError, "these are not reports of programs:", wrong)
 
     @property
     def compiled(self) -> dict[str, ProgramReport]:

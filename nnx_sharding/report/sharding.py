@@ -37,7 +37,7 @@ from ..core.filter_uses import needs_filter
 from ..core.flatten import Flat, flatten
 from ..core.locations import locate
 from ..core.structure import Location
-from ..errors import ActivationError, NoMeshError, listed, raise_listed
+from ..errors import ActivationError, NoMeshError, listed, raise_if_any
 from ..specs.filters import Paths, shadowed, spelling_hint, to_predicate
 from ..specs.fitting import ON_INDIVISIBLE, Fit, OnIndivisible, describe, fit_sharding, show
 from ..specs.paths import Path, plain_key
@@ -117,7 +117,7 @@ class ShardingReport(Pictured):
     def raise_for_problems(self, *, strict: bool = False) -> None:
         """Raises a ValueError that lists all problems, if any; with ``strict`` also warnings."""
         lines = [f"  {line}" for line in (*self.problems, *(self.warnings if strict else ()))]
-        raise_listed(ValueError, "the sharding does not fit the model:", lines)
+        raise_if_any(ValueError, "the sharding does not fit the model:", lines)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as data for JSON, in a fixed order."""

@@ -16,7 +16,7 @@ from jax.experimental.layout import Format
 from jax.sharding import PartitionSpec, Sharding
 
 from .. import _compat
-from ..errors import raise_listed, shortened
+from ..errors import raise_if_any, shortened
 from .filters import (
     PathPattern,
     Paths,
@@ -114,7 +114,7 @@ class StateSharding:
             "Use a PartitionSpec such as P('data', None), a Sharding, or None. P() replicates; "
             "None declares nothing."
         )
-        raise_listed(TypeError, head, wrong, remedy, "not-a-spec")
+        raise_if_any(TypeError, head, wrong, remedy, "not-a-spec")
         predicates = [to_predicate(filter_) for filter_, _ in pairs]
         # `find` calls the predicate of each filter. For a pattern it calls `search` with the text
         # of the path instead, because there may be many patterns, and the text is made only once.

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from .. import _compat
 from ..core.flatten import flatten
 from ..diagnostics.progress import progress
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..partition.mesh import make_mesh
 from ..specs.state_sharding import StateSharding
 from ..transforms.jit import jit
@@ -135,7 +135,7 @@ def assert_same(
             place = f"call {count} of {name}"
             for repetition in repetitions:
                 head = f"{place} does not repeat bit for bit on {mesh.size} devices:"
-                raise_listed(AssertionError, head, unequal_runs(on_mesh, repetition))
+                raise_if_any(AssertionError, head, unequal_runs(on_mesh, repetition))
             comparison = Comparison(before, on_device, spread, on_mesh, reference.rounding, mesh)
             # Shared masks come first, because they can be the cause of differences.
             lines = comparison.shared_masks() or comparison.differences()
@@ -144,7 +144,7 @@ def assert_same(
                 with _compat.without_compiler_warnings():
                     lines = comparison.masks_of_replicas(run_dropping(dropping_args))
             head = f"{place} is not the same on {mesh.size} devices:"
-            raise_listed(AssertionError, head, lines)
+            raise_if_any(AssertionError, head, lines)
 
 
 class _Reference:

@@ -29,7 +29,7 @@ What it builds on:
 * `type_spec` is the spec in the type of an array; None if none of its axes is Explicit.
 * `axes_of` lists the mesh axes in one entry of a spec; `pad_entries` the entries of a spec, filled
   with None for the last dimensions.
-* `raise_listed` raises an error with a line for each item, and does nothing without items.
+* `raise_if_any` raises an error with a line for each item, and does nothing without items.
 * `declared_rows` is the sharding that a strategy declares for the rows of an array, or None.
 * `has_interleaved_pipeline` says whether a module has a 1F1B pipeline.
 """
@@ -54,7 +54,7 @@ from ..activations.axis_types import output_spec, with_auto_axes
 from ..activations.tracing import declared_rows
 from ..core.constrain import apply_shardings, retype, sharding_of, type_mesh, type_spec
 from ..core.prefixes import PathFunction
-from ..errors import NoMeshError, raise_listed
+from ..errors import NoMeshError, raise_if_any
 from ..partition.axis_modes import explicit_axes
 from ..partition.pipeline_1f1b import accumulate_interleaved
 from ..partition.pipeline_schedule import has_interleaved_pipeline
@@ -581,13 +581,13 @@ def _batch_names(
         return _find_batch(bound.arguments, differentiated)
     # Names are checked because a misspelt one would make its rows the same for all microbatches.
     names, arguments = [batch] if isinstance(batch, str) else list(batch), bound.arguments
-    raise_listed(
+    raise_if_any(
         ValueError,
         "accumulate_gradients: batch names unknown arguments:",
         [f"  {name!r}{suggestion(name, arguments)}" for name in names if name not in arguments],
         f"The arguments: {', '.join(arguments)}.",
     )
-    raise_listed(
+    raise_if_any(
         ValueError,
         "accumulate_gradients: batch names arguments that are differentiated:",
         [f"  {name!r}" for name in names if name in differentiated],
@@ -636,7 +636,7 @@ def _find_batch(arguments: Mapping[str, Any], differentiated: Collection[str]) -
         )
     batch_rows = {jnp.shape(x)[0] for name in names for x in jax.tree.leaves(arguments[name])}
     # The rows of these arguments would be the same for all microbatches, so this is an error.
-    raise_listed(
+    raise_if_any(
         ValueError,
         "accumulate_gradients: these have the rows of the batch, and values without rows:",
         [f"  {name}" for name, rows in mixed.items() if not names or rows & batch_rows],
@@ -645,7 +645,7 @@ def _find_batch(arguments: Mapping[str, Any], differentiated: Collection[str]) -
     )
     # A single differentiated argument holds the parameters if no argument holds modules.
     if len(differentiated) > 1 or holds_modules:
-        raise_listed(
+        raise_if_any(
             ValueError,
             "accumulate_gradients: these are differentiated, and have as many rows as the batch:",
             [f"  {name}" for name, rows in may_have_rows.items() if rows == batch_rows],
@@ -685,7 +685,7 @@ def _check_rows(arguments: _Arguments, names: Sequence[str]) -> None:
         for path, array in jax.tree_util.tree_leaves_with_path(arguments[name]):
             shapes[accessor(name, tuple(map(path_key, path)))] = jnp.shape(array)
     if len({shape[:1] for shape in shapes.values()}) > 1:
-        raise_listed(
+        raise_if_any(
             ValueError,
             "accumulate_gradients: not all arrays of the batch have equally many rows, the first "
             "dimension:",
@@ -736,7 +736,7 @@ def _split_rows(name: str, value: object, steps: int) -> Any:
         if reason:
             place = accessor(name, tuple(map(path_key, path)))
             indivisible.append(f"  {place}: shape {jnp.shape(x)}{reason}")
-    raise_listed(
+    raise_if_any(
         ValueError,
         f"accumulate_gradients: these cannot be divided into {steps} equal microbatches:",
         indivisible,
@@ -777,7 +777,7 @@ def _check_aux(aux: object) -> None:
     Modules and Variables may be in them, too: `scan` stacks the arrays that they hold.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(aux, is_leaf=_compat.is_graph_object)
-    raise_listed(
+    raise_if_any(
         TypeError,
         "accumulate_gradients: what the loss returns besides the scalar is stacked; not arrays:",
         [

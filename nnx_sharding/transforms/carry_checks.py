@@ -14,7 +14,7 @@ import jax
 from .. import _compat
 from ..core.structure import Structure, parts_of
 from ..diagnostics.differences import show_child
-from ..errors import raise_listed, see
+from ..errors import raise_if_any, see
 from ..specs.paths import accessor, path_key
 from .in_trace import is_array, tree_text, type_text
 
@@ -50,7 +50,7 @@ def check_carry(name: str, fun_name: str, given: object, returned: object) -> No
         if old is not new and (is_object(old) or is_object(new))
     ]
     head = f"{name}: {fun_name} returns different objects in the carry than it was given:"
-    raise_listed(
+    raise_if_any(
         ValueError, head, replaced, "Change the module that it was given, and return that."
     )
 

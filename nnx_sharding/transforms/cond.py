@@ -50,7 +50,7 @@ from ..core.call_context import called_by, current_caller
 from ..core.outcome import INPUT, Outcome, OutputGroup, union
 from ..core.plan import Plan
 from ..core.rebuild import slots_before
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from .carry_checks import structure_changes
 from .functions import Functions, call_functions, scalar_value
 from .in_trace import (
@@ -437,7 +437,7 @@ class _Branches:
                 lines.append(
                     f"  {place}: {text_in_first} in {label}, {text_in_other} in {other_label}"
                 )
-        raise_listed(
+        raise_if_any(
             ValueError,
             f"{self._name}: the branches return different structures, or change the structure of "
             "their operands differently:",
@@ -459,7 +459,7 @@ class _Branches:
                     f"  {name}: {text} in {self._labels[first_number]}, "
                     f"{other_text} in {self._labels[number]}"
                 )
-        raise_listed(
+        raise_if_any(
             TypeError,
             f"{self._name}: the branches return, or write to the operands, arrays of different "
             "types:",

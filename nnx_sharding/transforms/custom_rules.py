@@ -58,7 +58,7 @@ from ..core.outcome import INPUT, Outcome, OutputGroup, Source
 from ..core.plan import Plan
 from ..core.structure import Structure, VariableEntry, locations_in
 from ..core.unflatten import unflatten
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.filters import to_predicate
 from ..specs.paths import Path
 from .differentiation import check_pair
@@ -319,7 +319,7 @@ class _Call:
         for index in sorted(changed ^ other_changed):  # the objects that only one of them changes
             place = variables[index].name if index in variables else "an object"
             lines.append(f"  {place}: changed by {name if index in changed else other_name} only")
-        raise_listed(
+        raise_if_any(
             ValueError,
             f"{self.transform.name}: {name} and {other_name} have to return the same structure "
             "and to change the same Variables:",

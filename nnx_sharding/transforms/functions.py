@@ -23,7 +23,7 @@ from flax import nnx
 from .. import _compat
 from ..core.functions import FunctionGroup
 from ..core.signature import Roles
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.fitting import show
 from .in_trace import Function, Inner, InnerTransform, type_text
 from .lifted import Modes, unbind
@@ -62,7 +62,7 @@ class Functions(FunctionGroup):
           TypeError: some functions are not callable.
         """
         wrong = [f"  {key}: {show(x)}" for key, x in functions.items() if not callable(x)]
-        raise_listed(TypeError, f"{name}: expected functions, got:", wrong)
+        raise_if_any(TypeError, f"{name}: expected functions, got:", wrong)
         # Each pair has a function in its class, and the tuple of the objects to which it is bound:
         # for `model.loss`, `(Model.loss, (model,))`.
         pairs = [

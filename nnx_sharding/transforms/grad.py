@@ -41,7 +41,7 @@ from ..core.locations import NamedLocation, locate
 from ..core.plan import Plan
 from ..core.signature import ArgTree, Roles, SortedCall
 from ..core.unflatten import pytree_of, unflatten, value_at
-from ..errors import raise_listed, see
+from ..errors import raise_if_any, see
 from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
 from ..specs.paths import Path
@@ -460,7 +460,7 @@ class ValueAndGrad(Differentiable[P, R]):
             for slot, array in zip(prepared.slots, prepared.arrays(), strict=True)
             if tangent_type(array) is None
         ]
-        raise_listed(
+        raise_if_any(
             TypeError,
             f"{self._transform.name}: these cannot be differentiated, which takes floating-point "
             "or complex arrays:",

@@ -51,7 +51,7 @@ from ..core.resolve import resolve
 from ..core.static_equality import Static
 from ..core.structure import NodeEntry, Structure, atoms
 from ..core.unflatten import Unflattened
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.fitting import show
 from ..specs.paths import Path, accessor, path_key
 from ..specs.state_sharding import StateSharding, pairs_of
@@ -248,7 +248,7 @@ class Mapped(InnerTransform):
             # The stacked array has ndim + 1 dimensions: 0 to ndim, or -1 to -(ndim + 1).
             if ndim is None or not -(ndim + 1) <= axis <= ndim:
                 lines.append(f"  {name}, {type_text(leaf)}: axis {axis}")
-        raise_listed(
+        raise_if_any(
             ValueError,
             f"{self.name}: these results of {fun_name} cannot be stacked along the axes that "
             f"{self.out_name} (or {self.in_name}, for modules) gives them:",

@@ -41,7 +41,7 @@ from ..core.plan import Plan
 from ..core.signature import Roles
 from ..core.structure import NodeEntry
 from ..core.unflatten import Unflattened
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.filters import Predicate, filter_pairs, glob_hint, module_predicate
 from ..specs.fitting import suggestion
 from ..specs.paths import Path, path_string
@@ -73,7 +73,7 @@ class _Rules:
         # The check is here and not in a trace, so that the error is at the user's line.
         wrong = [f"  {filter_!r}: {keep!r}" for filter_, keep in self.rules if keep not in _KEEPS]
         head = f"remat: expected one of {', '.join(map(repr, _KEEPS))} for each filter, got:"
-        raise_listed(ValueError, head, wrong)
+        raise_if_any(ValueError, head, wrong)
         _ = self._predicates  # raises a `TypeError` if one is not a filter
 
     @functools.cached_property
@@ -161,7 +161,7 @@ class _Rules:
                 hint += glob_hint(filter_) if isinstance(filter_, str) else ""
                 lines.append(f"  {filter_!r}{hint}")
         head = "remat: these match no called module and no name from checkpoint_name:"
-        raise_listed(ValueError, head, lines, f"Modules: {', '.join(paths) or 'none'}.")
+        raise_if_any(ValueError, head, lines, f"Modules: {', '.join(paths) or 'none'}.")
 
 
 def _names_in(jaxpr: Jaxpr) -> set[str]:

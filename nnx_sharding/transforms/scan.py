@@ -58,7 +58,7 @@ from ..core.signature import Roles
 from ..core.static_equality import Static
 from ..core.structure import RefEntry, VariableEntry, links_below
 from ..core.unflatten import Unflattened
-from ..errors import raise_listed, see
+from ..errors import raise_if_any, see
 from ..specs.types import BROADCAST, CARRY
 from . import prefetching
 from .carry_checks import check_carry, structure_changes, type_changes
@@ -584,7 +584,7 @@ class Loop:
                 for words, names in arrays_by_length.items()
             ]
             head = "scan: everything mapped must have the same length:"
-            raise_listed(ValueError, head, lines)
+            raise_if_any(ValueError, head, lines)
 
     def _refuse_unknown_length(self) -> NoReturn:
         """Raises an error for a loop without a number of steps.
@@ -634,7 +634,7 @@ class Loop:
             lines.append(f"  {place}: is {change}")
         # A mapped object may change, but an array that a step adds to it must not be carried.
         lines = lines or self._new_outputs(groups, outcome)
-        raise_listed(
+        raise_if_any(
             ValueError,
             f"{self._transform.name}: a step changed the structure of what is the same for all "
             "steps, or carried:",
@@ -667,7 +667,7 @@ class Loop:
 
         Both lists begin with the arrays in ``_carried``.
         """
-        raise_listed(
+        raise_if_any(
             TypeError,
             f"{self._transform.name}: a step returns in the carry, or writes to what the next one "
             "reads, arrays of another shape or dtype than it was given:",

@@ -47,7 +47,7 @@ from ..core.signature import Parameters, Roles, Signature, SortedCall
 from ..core.static_arguments import with_static_values
 from ..core.transform import Dependencies, Program, Sharded
 from ..core.unflatten import Unflattened
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.activation_sharding import activations
 from ..specs.fitting import (
     ON_INDIVISIBLE,
@@ -189,7 +189,7 @@ class _ShardMap(Sharded):
         # The message shows the axes as the user writes them in `jax.lax.pmean`: one name, or a
         # tuple of several.
         reduced = repr(next(iter(unproven)) if len(unproven) == 1 else (*unproven,))
-        raise_listed(
+        raise_if_any(
             ValueError,
             f"{self.name}: JAX cannot prove that these results of {fun_name} are replicated along "
             "the mesh axes that their specs leave out:",

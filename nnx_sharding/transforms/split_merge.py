@@ -36,7 +36,7 @@ from ..core.guard.known import flatten_known
 from ..core.rebuild import NodeChange, node_changes, rebuild, update_operations
 from ..core.structure import Container, NodeEntry, Structure, VariableEntry, locations_in, parts_of
 from ..core.unflatten import perform, pytree_of, unflatten, value_at
-from ..errors import by_kind, raise_listed
+from ..errors import by_kind, raise_if_any
 from ..specs.filters import subject_text, to_predicate
 from ..specs.paths import Path, path_string
 
@@ -92,7 +92,7 @@ def split(graph: object, /, *filters: object) -> tuple[Any, ...]:
         else:
             unmatched.append(f"  {path_string(location.path)}: {subject_text(subject)}")
     remedy = "Add a last filter `...` for the rest."
-    raise_listed(ValueError, "no filter matches:", unmatched, remedy)
+    raise_if_any(ValueError, "no filter matches:", unmatched, remedy)
     # A bare array or Variable has the empty path, and is its own group.
     states = [group[()] if () in group else nnx.from_flat_state(group) for group in groups]
     return flat.structure, *states
@@ -277,7 +277,7 @@ def _leaves_by_slot(structure: Structure, groups: Sequence[object]) -> list[Any]
             leaves[slot] = array
     unknown = [f"  {path_string(path)}" for path in values if path not in locations]
     problems = {"Missing": missing, "Unknown paths": unknown, "Of another form": different}
-    raise_listed(ValueError, "the arrays do not fit the structure.", by_kind(problems))
+    raise_if_any(ValueError, "the arrays do not fit the structure.", by_kind(problems))
     return leaves
 
 

@@ -46,7 +46,7 @@ from ..core.flatten import Flat
 from ..core.memory import compute
 from ..core.rebuild import rebuild
 from ..core.structure import Location, NodeEntry
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.activation_sharding import checked_prefetch
 from ..specs.fitting import show, with_entries
 from ..specs.paths import Path, accessor
@@ -338,7 +338,7 @@ def stack(
         )
     blocks = [*layers]
     wrong = [f"  [{i}]: {show(b)}" for i, b in enumerate(blocks) if not isinstance(b, nnx.Module)]
-    raise_listed(TypeError, "stack: expected modules, got:", wrong)
+    raise_if_any(TypeError, "stack: expected modules, got:", wrong)
     if not blocks:
         raise ValueError("stack: expected at least one module, got an empty list.")
     layer, shared = _join_layers(blocks)
@@ -433,7 +433,7 @@ def _refuse_partly_shared(flats: Sequence[Flat], shared: Collection[Path]) -> No
                 variable = flat.objects[cast(int, location.object_index)]
                 place = accessor(f"layers[{number}]", location.path)
                 expressions.setdefault(id(variable), []).append(place)
-    raise_listed(
+    raise_if_any(
         ValueError,
         "stack: these Variables are shared by some layers only, and would become separate copies:",
         [f"  {' is '.join(names)}" for names in expressions.values() if len(names) > 1],
@@ -507,7 +507,7 @@ def _check_equal(flats: Sequence[Flat], name_of: Callable[[int], str]) -> None:
 
     ``name_of`` returns the expression for a layer by its number, such as ``layer 3``.
     """
-    raise_listed(
+    raise_if_any(
         ValueError,
         f"stack: layers may differ only in the values of arrays; compared with {name_of(0)}:",
         layer_differences(flats, name_of),

@@ -38,7 +38,7 @@ from ..core.signature import Signature
 from ..core.structure import Container, Location, VariableEntry
 from ..core.unflatten import unflatten
 from ..diagnostics.differences import differences
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.filters import Paths
 from ..specs.paths import Path, accessor, path_key
 from ..specs.types import AnyArray
@@ -232,7 +232,7 @@ def call_layer(layer: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     else:  # a line for each array whose type has changed
         names = (accessor("x", tuple(map(path_key, keys))) for keys, _ in given_leaves)
         lines = type_changes(names, (leaf for _, leaf in given_leaves), returned_leaves)
-    raise_listed(
+    raise_if_any(
         TypeError,
         f"stack: a layer has to return what the next one gets, but {type(layer).__name__} returns "
         "another structure, shape or dtype than it gets:",

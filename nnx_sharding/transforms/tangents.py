@@ -27,7 +27,7 @@ from ..core.flatten import Flat, flatten
 from ..core.prefixes import leaves_by_path
 from ..core.structure import Child, Structure
 from ..core.unflatten import unflatten
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.paths import Path, accessor
 from .in_trace import replace_slots, tree_text, type_text
 
@@ -162,7 +162,7 @@ class TangentForm:
             if problem := _mismatch(value_slots.get(path), given_slots.get(path)):
                 lines.append(f"  {accessor(what, path)}: {problem}")
         head = f"{name}: the structure of {tree_text(given)} is not that of their values:"
-        raise_listed(ValueError, head, lines)
+        raise_if_any(ValueError, head, lines)
         tangents: dict[int, Any] = {}  # by the slot of the value
         lines = []
         for path, slots in value_slots.items():
@@ -177,7 +177,7 @@ class TangentForm:
                     types = f"{type_text(tangent)}, expected {expected.str_short()}"
                     lines.append(f"  {accessor(what, path)}: {types}")
         head = f"{name}: these tangents have other types than their values:"
-        raise_listed(TypeError, head, lines)
+        raise_if_any(TypeError, head, lines)
         return [tangents.get(slot) for slot in self.slots]
 
     def _slots_without_omitted(self, given: object) -> Mapping[Path, tuple[int, ...]]:

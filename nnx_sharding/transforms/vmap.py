@@ -32,7 +32,7 @@ from ..core.memory import is_keys
 from ..core.plan import Plan
 from ..core.problems import array_line
 from ..core.signature import Roles
-from ..errors import message, raise_listed
+from ..errors import message, raise_if_any
 from ..specs.fitting import axes_of, axes_of_type, pad_entries, spec_axes, with_entries
 from ..specs.types import CARRY, Axis
 from .in_trace import Function, Inner, call_on_slots, replace_slots, type_text
@@ -182,7 +182,7 @@ class _Vmap(Mapped):
             for name, leaf, spec in zip(names, leaves, specs, strict=True)
             if spec.index is None and _compat.varies_in_vmap(leaf)
         ]
-        raise_listed(
+        raise_if_any(
             ValueError,
             f"vmap: these are not mapped (axis None), but {fun_name} makes them differ between "
             "the elements:",
@@ -247,7 +247,7 @@ def _shard_alike(
     shown_slots = list[int]()
     if unlike_slots:
         shown_slots = [slot for slot in dimensions if slot in unlike_slots or mesh_axes[slot]]
-    raise_listed(
+    raise_if_any(
         ValueError,
         "vmap: the mapped dimensions of these arguments are sharded over different axes:",
         [

@@ -44,7 +44,7 @@ from ..core.outcome import OutputGroup
 from ..core.plan import Plan
 from ..core.prefixes import Specs
 from ..core.unflatten import Unflattened
-from ..errors import raise_listed
+from ..errors import raise_if_any
 from ..specs.types import BROADCAST, CARRY
 from .carry_checks import check_carry
 from .functions import Functions, call_functions, scalar_value
@@ -364,7 +364,7 @@ class _WhileLoop(Loop):
         # and of modules.
         changed = {*outcome.values, *outcome.metadata, *outcome.statics}
         changed |= {change.node for change in outcome.nodes}
-        raise_listed(
+        raise_if_any(
             ValueError,
             f"while_loop: the condition {fun_name} changes these, which only the body can do:",
             [f"  {name}" for name in self._names_of(sorted(changed)).values()],
