@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import grad, jit, place, shard_map
+from nnx_sharding.core.interrupts import signals_deferred
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers of Unix"),
@@ -317,5 +318,18 @@ def test_a_signal_that_was_deferred_is_delivered():
             with stop_at(number):
                 step(model, x)
             assert seen.pop() in (start, state(model)) and not seen
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_handler_that_raises_keeps_no_other_signal_from_being_delivered():
+    seen = []
+    before = signal.signal(signal.SIGALRM, lambda *_: seen.append("alarm"))
+    try:
+        with pytest.raises(KeyboardInterrupt), signals_deferred():
+            for number in (signal.SIGINT, signal.SIGALRM):
+                signal.raise_signal(number)
+            assert not seen
+        assert seen == ["alarm"]
     finally:
         signal.signal(signal.SIGALRM, before)

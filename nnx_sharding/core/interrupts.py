@@ -72,11 +72,12 @@ def deliver_signals() -> None:
         # All handlers are restored in one step, because a signal in between would be handled while
         # other signals are still deferred.
         perform([*restore, (deferred_handlers.clear,)])
-        # Each signal is raised once, as the system does with pending signals.
-        arrived = [*dict.fromkeys(_arrived)]
-        _arrived.clear()
-        for number in arrived:
-            _signal.raise_signal(number)
+        # Each signal is raised once, as the system does with pending signals. The stack also raises
+        # those after one whose handler raises, as that of Ctrl-C does; it calls in reverse order.
+        with contextlib.ExitStack() as to_raise:
+            for number in reversed([*dict.fromkeys(_arrived)]):
+                to_raise.callback(_signal.raise_signal, number)
+            _arrived.clear()
 
 
 @contextlib.contextmanager
