@@ -10,6 +10,8 @@ From other modules:
               adopts
     is_keys   whether an array has PRNG keys. Keys have no form in NumPy, and ``jax.device_put``
               refuses keys that several processes hold
+    copied    a copy of an array, in the same memory
+    device_assignment  the devices of a sharding in the order for which JAX compiles
     in_order_of  a sharding with the same parts on a mesh with the devices in another order; None if
               JAX cannot express it
 """
@@ -38,8 +40,8 @@ _NO_MESH = Mesh(np.empty((), object), ())  # setting this mesh is like having no
 class Move:
     """One array on its way to a sharding."""
 
-    array: Any
-    target: Any
+    array: Any  # the array as it is now; each step replaces it
+    target: Any  # the sharding or ``Format`` at the end; `place.py` may change it between steps
     is_ours: bool = False  # whether the array may be freed: it is donated, or made by a step
     # The slots of the new array in the result of `place_arrays`.
     slots: list[int] = dataclasses.field(default_factory=list)

@@ -20,6 +20,11 @@ From other modules:
     main_memory           a sharding with the same parts, in the main memory of the devices
     without_reductions    a sharding whose spec has no unreduced axes; itself if it has none
     device_assignment     the devices of a sharding in the order for which JAX compiles
+    put                   takes steps by one ``jax.device_put``; leaves out the arrays that have
+                          the sharding of their step already, unless they need a copy
+    reshard               takes steps by a program for each order of devices; none for no steps
+    put_from_host         takes moves to their targets: joins each array on the host, and puts it
+    is_placed             whether an array is committed to exactly this sharding
 """
 
 from __future__ import annotations
@@ -127,6 +132,7 @@ def _perform(moves: Sequence[Move], *, alias: bool) -> None:
     # moved. If the target is unreduced, step 6 makes an unreduced array of the sum.
     unreduced = [move for move in moves if _is_unreduced_elsewhere(move.array, move.target)]
     reshard([Step(move, without_reductions(move.array.sharding)) for move in unreduced])
+    # Here the target is the unreduced one of the two, so the arguments are exchanged.
     to_unreduced = [move for move in moves if _is_unreduced_elsewhere(move.target, move.array)]
     last_steps = [Step(move, move.target) for move in to_unreduced]
     for move in to_unreduced:
@@ -168,6 +174,7 @@ def finish_on_cpu(arrays: list[Any], known: Arrays = ()) -> list[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _is_on_cpus(sharding: Any) -> bool:
+    """Whether a sharding is on several CPU devices; False for a single CPU device."""
     devices = sharding.device_set
     return len(devices) > 1 and next(iter(devices)).platform == "cpu"
 

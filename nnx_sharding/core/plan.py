@@ -97,7 +97,7 @@ class Plan:
     batch_slots: tuple[int, ...]
     batch_axes: frozenset[AxisName]
 
-    traced: TracedFunctions
+    traced: TracedFunctions  # the pure functions of ``fun``, which all its plans share
     # The programs that JAX made, by the fingerprint of the user's function.
     programs: dict[Hashable, Program] = dataclasses.field(default_factory=dict)
     # What JAX has reported about an unfinished compilation.
@@ -333,7 +333,7 @@ def _locate_arrays(
       arguments: the dynamic arguments, with the user's specs.
       flat: the same arguments, flattened.
     """
-    locations = locate(flat.structure, arguments)
+    locations = locate(flat.structure, arguments)  # of Variables and bare arrays
     expressions = slot_names(len(flat.leaves), locations)  # "" for an array without one
     names = [expression or f"array {slot}" for slot, expression in enumerate(expressions)]
     if isinstance(transform, Sharded):

@@ -12,6 +12,10 @@ have made is never deleted.
 Some file systems have no locks. Drafts have different names, so several writers can be busy there.
 A draft is only published if nobody has published another one since it was begun, and abandoned
 drafts stay.
+
+From other modules:
+
+    signals_deferred   a context in which signals such as Ctrl-C wait until its end
 """
 
 from __future__ import annotations
@@ -60,9 +64,14 @@ class Draft:
       path: the path.
       folder: the folder of the draft, next to the path.
 
-    ``_was`` is the identity of what was at the path when the draft was begun; entering the context
-    sets it. ``_cleanup`` has what leaving the context does: it deletes the draft, unlocks the path,
-    and deletes empty folders above it that were made.
+    Private attributes:
+
+        _is_ours, _sweep   the arguments with these names
+        _prefix    how the names of the path's lock and of all drafts of the path begin
+        _was       the identity of what was at the path when the draft was begun; None if nothing
+                   was there. Entering the context sets it, and `publish` compares it
+        _cleanup   what leaving the context does: it deletes the draft, unlocks the path, and
+                   deletes empty folders above it that were made
 
     Raises:
       FileExistsError: another process is writing to this path.

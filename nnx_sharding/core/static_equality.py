@@ -235,6 +235,8 @@ class Static:
       by_identity: whether the value is compared by identity.
       note: a description of an object that is compared by identity, which the log of retraces sets
         while the object is alive; None until then.
+      _key: what `==` compares: the value's key; its id if the value is compared by identity.
+      _value, _ref: the value, or a weak reference to it; the other one of the two is None.
     """
 
     __slots__ = ("_key", "_ref", "_value", "by_identity", "note")
@@ -244,7 +246,6 @@ class Static:
         key = value_key(value)  # None for a value that is compared by identity
         self.by_identity = key is None
         self._key = _compat.identity(value) if key is None else key
-        # One of the two is None: the value, or the weak reference to it.
         self._value, self._ref = value, None
         self.note: Any = None
         if self.by_identity and not hold:

@@ -53,7 +53,10 @@ class StaticKind(NamedTuple):
     """Everything about a static object except its parts."""
 
     type: type
-    detail: Hashable  # what a built-in class keeps besides items, such as the bytes of an array
+    # What the base keeps besides items: an `_ArrayDetail`, the bytes of a bytearray, ``maxlen`` of
+    # a deque, the number of a partial's items before its keywords. It is None for a list, a dict, a
+    # tuple or a plain object.
+    detail: Hashable
     names: tuple[str, ...]  # the names of the attributes, whose values are the last parts
 
     @property
@@ -61,7 +64,7 @@ class StaticKind(NamedTuple):
         """Whether objects of this kind can be changed, and copied."""
         base = _base_of(self.type)
         builtin = _BUILTINS[base]
-        if builtin.make is not None:
+        if builtin.make is not None:  # the base is immutable
             return Copying.FIXED_WITH_ATTRIBUTES if self.names else Copying.FIXED
         if base is not object:  # a list, a dict or the like
             return Copying.UNIQUE if builtin.is_view else Copying.MUTABLE

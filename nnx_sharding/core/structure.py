@@ -120,11 +120,14 @@ class Structure:
     Attributes:
       entries: the table. An entry is None if its object is not described.
       root: the pytree that was split, in terms of the table.
-      slots: for each entry, the slots of the arrays that belong to it.
+      slots: for each entry, the slots of its own arrays, in the order of its children.
       root_slots: the slots of arrays that belong to no entry.
       statics: static arguments, in terms of the table.
       origins: the static objects that were split, by entry. Comparisons leave this out.
       shares: whether any object may have more than one reference. Comparisons leave this out.
+
+    ``_hash``, ``_unique`` and ``_found`` keep the results of ``hash``, `identities` and
+    `locations_in`. They are None until these are first called.
     """
 
     entries: tuple[Entry | None, ...]

@@ -86,7 +86,7 @@ class Transform:
     keeps_captures: ClassVar[bool] = False
     # Whether negative positions count from the end of the call.
     counts_from_call: ClassVar[bool] = False
-    # The options on which no trace depends.
+    # The names of the options on which no trace depends.
     untraced: ClassVar[frozenset[str]] = frozenset({"in_specs"})
     # Specs that the transform may choose for outputs, in addition to the user's specs.
     own_specs: ClassVar[tuple[Any, ...]] = ()
@@ -132,7 +132,7 @@ class Transform:
         return False
 
     def dependencies(self, leaves: Arrays) -> Dependencies:
-        """Returns what the plan of a call with these arrays depends on."""
+        """Returns what the plan of a call with these arrays depends on; here, without ``specs``."""
         types = ((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
         filters: Hashable = None
         predicates = (*self.in_specs.predicates, *self.out_specs.predicates)

@@ -11,7 +11,13 @@ From other modules:
     Specs            the user's prefix; ``invalid`` has the leaves that are no specs, for which
                      `check_specs` raises an error
     split_argument   gives each module and array of a tree its part of the prefix
-    resolve          finds one spec for each array, also by the filters of a ``StateSharding``
+    resolve          finds one spec for each array, also by the filters of a ``StateSharding``;
+                     returns a ``Resolved``, which has by slot: the specs (``slots``), and the
+                     option ``on_indivisible`` of the ``StateSharding`` that decided
+    spec_and_mesh    the spec and the mesh of a sharding, or of a spec with the mesh of the caller;
+                     None if there is no spec or no mesh
+    is_shardable     whether a value is an array that can have a sharding; False for numbers
+    other_memory     the memory kind of a sharding; None for main memory, and for a plain spec
     fit_sharding     decides for one array: returns a ``Fit`` with the spec after corrections, and
                      the problems
     obstacle         why an array cannot be moved to a sharding; None if it can
@@ -145,6 +151,17 @@ class _Fitter:
 
     Attributes:
       corrected: a line for each array whose spec was corrected, for the caller's warning.
+
+    Private attributes. The lists hold a line for each array, and each becomes one error:
+
+        _moves         whether :meth:`fit` refuses arrays that cannot be moved: ``places``,
+                       outside of a trace
+        _fit_once      `fit_sharding` with the options of this class, with a cache of its results
+        _refused       arrays whose specs do not fit
+        _not_arrays    values that have a spec, and are no arrays
+        _without_mesh  arrays that have a spec for which there is no mesh
+        _remedy        the last line of the error for ``_refused``: the axes of the mesh if a spec
+                       names other axes; "" otherwise
     """
 
     caller: str
@@ -167,13 +184,11 @@ class _Fitter:
         )
         # Results are cached, because the arrays of a model have few different shapes and specs.
         self._fit_once = functools.cache(fit)
-        # Lines of messages, one for each array. `raise_for_mismatches` makes errors of all but the
-        # first list.
         self.corrected: list[str] = []
         self._refused: list[str] = []
         self._not_arrays: list[str] = []
         self._without_mesh: list[str] = []
-        self._remedy = ""  # the last line of the error for refused specs
+        self._remedy = ""
 
     def fit(self, slot: int, name: str, leaf: AnyArray, spec: Spec) -> Any:
         """Returns the sharding of one array; None if it stays as it is, or if there is a problem.
