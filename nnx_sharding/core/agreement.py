@@ -21,6 +21,14 @@ programs of several processes. The service, which process 0 runs, is a table of 
 An error is raised again on the other processes, as one of the types in ``_KINDS`` or as a
 ``CheckpointError``. An error from another process is marked as *heard*, so that it is not reported
 once more.
+
+From other modules:
+
+    distributed_client   JAX's client of the service. ``key_value_set`` writes a text under a key,
+                 ``blocking_key_value_get`` waits for a text some milliseconds and raises an error
+                 if none comes, and ``key_value_dir_get`` returns all texts under keys that begin
+                 alike, without waiting
+    is_timeout   whether an error of the service only says that no text came in time
 """
 
 from __future__ import annotations
@@ -56,10 +64,11 @@ _KINDS = (CheckpointError, NoCheckpointError, ExportError, FileExistsError, Type
 
 _HEARD = "of_all_processes"  # the attribute of errors that this process heard from others
 
+# The innermost operation in whose block this thread is; None outside of all blocks.
 _current: contextvars.ContextVar[Operation | None] = contextvars.ContextVar(
     "operation", default=None
 )
-_operations = itertools.count()
+_operations = itertools.count()  # numbers the operations that begin outside of all blocks
 
 
 class Operation:
@@ -73,10 +82,16 @@ class Operation:
       place: the file or folder that the operation uses, for messages.
       alone: whether this process does the operation without the others.
 
+    ``agree`` is used in two ways. ``agree()`` is a meeting point: it returns once all processes are
+    there. ``agree(path=text)`` also compares the text among processes. Both raise the error of a
+    process that has failed.
+
     Private attributes:
 
+        _caller, _place   the arguments of these names
+        _token       ends the block: restores the value that ``_current`` had before
         _is_shared   whether other processes take part
-        _key         the beginning of the keys of messages in the service
+        _key         the beginning of the keys of messages in the service; "" without others
         _parent      the operation in whose block this one began; None without one
         _begun       numbers the operations that begin in the block of this one
         _meetings    numbers the points where the processes meet
@@ -130,7 +145,7 @@ class Operation:
                     text = f"{self._caller}: cannot use {self._place}: {error}."
                     raise CheckpointError(text) from error
                 else:
-                    raise error
+                    raise error  # for the clause below, which reports all errors
             except BaseException as raised:
                 self._leave(raised)
                 if raised is not error:  # Python raises the error of the block by itself
@@ -157,6 +172,7 @@ class Operation:
         client.key_value_set(f"{self._key}/left/{index}", "", allow_overwrite=True)
         if index != 0:
             return
+        # All processes raise this error or one of their own, so each of them writes its key.
         end = time.monotonic() + _LAST_PATIENCE
         for other in range(1, jax.process_count()):
             milliseconds = max(1, int(1000 * (end - time.monotonic())))
@@ -198,7 +214,7 @@ class Operation:
             client.key_value_set(f"{key}/{index}", json.dumps(texts))
             verdict = json.loads(self._wait(f"{key}/verdict", process=0))
         if verdict["differ"]:  # a text for the message; "" if all processes agree
-            # All processes raise this error, so it is marked as heard.
+            # All processes read the same verdict and raise this error, so it is marked as heard.
             raise _heard(
                 ValueError(
                     f"{self._caller}: all processes have to call it with the same arguments, but "

@@ -9,15 +9,22 @@ is first turned into such a mapping, and each argument then finds its spec by na
 
     Parameters   the parameters of the function. A *static* parameter holds no arrays, so it gets no
                  spec. *Bound* parameters, such as ``self``, come first, and the user does not count
-                 them. ``positional`` has the names of parameters that may be passed by position,
-                 ``by_keyword`` the names of those that may be passed by keyword.
-                 ``var_positional`` and ``var_keyword`` are the names of ``*args`` and ``**kwargs``,
-                 or None
+                 them; ``bound`` is their number. ``positional`` has the names of parameters that
+                 may be passed by position, ``by_keyword`` the names of those that may be passed by
+                 keyword. ``var_positional`` and ``var_keyword`` are the names of ``*args`` and
+                 ``**kwargs``, or None. ``static.positions`` has the user's static positions
     Signature    the arguments of one call: ``names`` has the name of each positional argument, such
                  as ``x``, or ``args[0]`` for one in ``*args``; ``static`` has the position or name
                  of each static argument; ``dynamic`` and ``dynamic_keywords`` have the positions
                  and the names of dynamic arguments
     ArgTree      something for each dynamic argument: (by position, by keyword)
+
+From ``errors.py`` and ``specs/``:
+
+    message      the text of an error: a first line, then a list
+    see          adds a reference to a section of docs/errors.md to an error, and returns the error
+    show         a value as a short text
+    StateSharding   specs for the Variables of one module, by filters
 """
 
 from __future__ import annotations

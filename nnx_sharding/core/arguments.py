@@ -9,10 +9,16 @@ index of an object, ``LEAF`` for an array, or for a pytree a ``Container`` with 
 leaf.
 
     is_single_spec     whether an object is one spec or None, and not a pytree of specs
+    is_spec            whether an object is a leaf of a prefix: a single spec, or an object with
+                       specs for all Variables of a module, such as a ``StateSharding``
+    one_level          the children of a pytree as pairs of a path of one key and a child, and the
+                       treedef
     container_keys     the path of each leaf of a pytree: ``{"a": [*, *]}`` has ``("a", 0)`` and
                        ``("a", 1)``
     is_leaf_treedef    whether a treedef is that of a single leaf
     accessor           the expression for a path: ``models[0].kernel``
+    suggestion         "; did you mean 'x'?" if a name is close to one of others, else ""
+    see                adds a reference to docs/errors.md to an error, and returns the error
 """
 
 from __future__ import annotations
@@ -167,7 +173,7 @@ def _broadcast_or_raise(prefix: Any, skeleton: Any, name: str, caller: str) -> l
         return list(_broadcast(prefix, skeleton, 0))
     except ValueError:
         mismatches = [f"  {line}" for line in _mismatches(prefix, skeleton, name)]
-        if not mismatches:
+        if not mismatches:  # the error of `_broadcast` is the best explanation
             raise
         head = "these specs are not a tree prefix of the value (modules and Variables are leaves):"
         head = f"{caller}: {head}" if caller else head

@@ -20,6 +20,12 @@ The functions are parts of a :class:`~.flattener.Flattener`, whose words they us
                  reads them. Attribute i of ``keys`` is number ``order[i]`` of ``names``.
                  ``is_static`` says which attributes are static whatever their values; ``others``
                  has the numbers of the rest
+    Flattener    ``graph`` is False in tree mode. ``described`` has what was described, by key.
+                 ``link_object`` records a link to an object and returns its index. ``static_child``
+                 and ``pytree_child`` return the child for a value without arrays, and for any
+                 pytree; ``pytree_child`` adds the arrays of the pytree to the leaves of the walk
+    node_state   the child for Flax's record of how far a module is set up
+    no_tree      the error for a class that is no pytree
 """
 
 from __future__ import annotations

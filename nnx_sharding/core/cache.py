@@ -6,7 +6,9 @@ The *options* of a transform are all settings on which its plans depend. Caches 
 
 From other modules:
 
-    Plan        serves all calls whose arguments have its structure, whatever their arrays
+    Plan        serves all calls whose arguments have its structure, whatever their arrays.
+                ``programs`` are what JAX makes for it, by what the user's function can read;
+                ``staged`` of a program is what ``jax.jit`` returned, which has JAX's own caches
     Guards      find plans in later calls, and have to forget plans that are dropped here: one by
                 ``drop``, all by ``clear``
     Flat        arguments that were flattened: their structure, and their arrays (``leaves``), whose
@@ -79,7 +81,7 @@ class Plans:
 
     def __init__(self, guards: Guards) -> None:
         self.guards = guards
-        self._plans: dict[Hashable, Plan] = {}
+        self._plans: dict[Hashable, Plan] = {}  # by `plan_key`, the oldest first
 
     def get_or_make(self, key: Hashable, make: Callable[[], Plan]) -> tuple[Plan, bool]:
         """Returns the plan with this key, and whether ``make`` has made it in this call."""
@@ -101,7 +103,7 @@ class Plans:
     def clear(self) -> None:
         """Drops all plans and what JAX has traced and compiled for them."""
         self.guards.clear()
-        for plan in make_room(self._plans, 0):
+        for plan in make_room(self._plans, 0):  # empties the table, and returns what was in it
             for program in make_room(plan.programs, 0):
                 program.staged.clear_cache()
 
@@ -116,6 +118,8 @@ class FunctionCache:
       traced: the pure functions that JAX has traced, by what the traces depend on. References are
         weak, because JAX keeps the functions alive as long as it keeps the traces.
       log: the log of the function's traces, for diagnostics.
+
+    The private attribute ``_plans`` has the plans for each set of options.
     """
 
     def __init__(self, log: Any) -> None:
@@ -124,7 +128,7 @@ class FunctionCache:
             weakref.WeakValueDictionary()
         )
         self.log = log
-        self._plans: dict[Hashable, Plans] = {}  # by the options of a transform
+        self._plans: dict[Hashable, Plans] = {}
 
     def plans(self, options: Hashable, guards: Guards) -> Plans:
         """Returns the plans for one set of options.

@@ -14,6 +14,9 @@ results are stored, so no handler of a signal can run there.
     updatable          all objects of ``flat`` are known to belong to the current trace
     placed             the slots of arrays that this call has moved to their declared shardings
     attributes         arrays that modules hold themselves, outside of Variables
+    outcome            has the indices of changed objects of the arguments: ``values`` for Variables
+                       with new arrays, ``metadata`` for other changes of Variables, ``statics``,
+                       ``replaced`` for modules returned as new ones, ``nodes`` for attributes
     operation          a tuple of a function and its arguments; ``perform`` runs many in C, so that
                        no signal comes in between
     deferred_handlers  the user's handlers while signals are deferred; otherwise empty. It stays

@@ -9,7 +9,14 @@ A `Plan` (``plan.py``) is what a function needs to know of one structure of argu
 specs and names. While JAX compiles for a plan, ``plan.reported`` has what JAX reported so far, by
 the name of the event: the seconds of each phase, and 1 for a hit of the persistent cache. Between a
 compilation with donated arrays and the write-back, signals are deferred (``defer_signals``), and
-the call delivers them at its end.
+the call delivers them at its end. Deferring them again, while they are deferred, does nothing.
+
+From other modules:
+
+    unmark_direct   removes the mark of a program which says that its calls run no Python code
+    warn_or_raise   warns, or raises an error if ``strict``
+    CACHE_HIT       the name of JAX's event for a program in the persistent cache. ``TRACING``,
+                    ``LOWERING`` and ``COMPILATION`` are the names of the phases
 """
 
 from __future__ import annotations

@@ -16,6 +16,11 @@ From other modules:
     DeclaredArray   an array and its declared sharding; ``line()`` names both
     keep_axes       returns a spec with only some of its axes
     listed_error    makes an error of lines; returns None if there are no lines
+    fit_specs       raises a ``ValueError`` for specs that do not fit the shapes of arrays
+    arguments_not_arrays   the error for leaves that are not arrays; None if all are
+    join_paths      some names as one text; similar ones are merged if they are many
+    Axis            the spec of an array in ``vmap``; ``index`` is a dimension, or None
+    Sharded         the class of transforms whose specs are shardings: ``jit`` and ``shard_map``
     committed_elsewhere   the error for arrays with another sharding than declared; None for none
 """
 
@@ -87,6 +92,7 @@ def as_check(
     """
 
     def decorate(lines_of: Callable[..., Iterator[str]]) -> Check:
+        # ``details`` are the arrays, and for some checks what a program was compiled for.
         def check(plan: Plan, *details: object) -> Exception | None:
             first = head.format(name=plan.transform.name, fun_name=plan.fun_name)
             last = remedy.format(in_name=plan.transform.in_name)

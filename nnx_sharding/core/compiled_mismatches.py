@@ -9,6 +9,9 @@ From other modules:
                        check returns the error, or None if there are no lines
     raise_instead      raises the error that a function returns instead of another; returns if the
                        function returns None
+    is_committed       whether the user, or a call, has put an array where it is, so that JAX keeps
+                       it there
+    describe_both      two short texts for two shardings, which show how the shardings differ
 """
 
 from __future__ import annotations

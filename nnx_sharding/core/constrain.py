@@ -19,6 +19,9 @@ axes. An array is *plain* unless it is a ``jax.Ref`` or a Variable that is a val
     pad_entries    returns the entries of a spec, filled with None up to a number of dimensions
     with_entries   returns a spec with other entries
     with_reduced   returns a spec with other reduced axes
+    axes_of        the axes that one entry of a spec names; ``spec_axes`` are those of all entries
+    axes_of_type   the axes of a mesh that are Explicit, Auto or Manual
+    check_mesh     raises a ``TypeError`` for an option ``mesh`` that is neither a mesh nor None
     place_arrays   moves arrays that are not traced, each to its sharding
     finish_on_cpu  waits for new arrays on several CPU devices, where programs may deadlock
     other_memory   the memory kind of a sharding, such as that of the host; None for main memory

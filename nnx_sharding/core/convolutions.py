@@ -55,17 +55,30 @@ class _NewEquation(NamedTuple):
 class Replacements:
     """Replaces grouped convolutions in the equations of a trace, at any depth.
 
-    ``axes`` are the axes of the mesh that have several devices.
+    The caller asks ``of`` for each equation of the trace. ``of`` goes through the jaxprs in the
+    parameters of the equation, and asks itself for the equations there.
+
+    Args:
+      axes: the axes of the mesh that have several devices.
+
+    Private attributes:
+
+        _axes     the argument ``axes``
+        _jaxprs   by the id of a jaxpr: the jaxpr, so that no other gets its id, and its
+                  replacement, which is the jaxpr itself if there is nothing to replace. Both are
+                  kept, because layers share many jaxprs
     """
 
     def __init__(self, axes: frozenset[AxisName]):
         self._axes = axes
-        # By the id of a jaxpr: the jaxpr, so that no other gets its id, and its replacement. They
-        # are kept because layers share many jaxprs.
         self._jaxprs: dict[int, tuple[Any, Any]] = {}
 
     def of(self, eqn: Any) -> _NewEquation | None:
-        """Returns the primitive and parameters that replace an equation's; None to keep them."""
+        """Returns the primitive and parameters that replace an equation's; None to keep them.
+
+        A grouped convolution becomes a call of products. Any other equation keeps its primitive,
+        and gets other parameters if these hold a jaxpr with a grouped convolution.
+        """
         if is_grouped(eqn):
             # XLA does not partition over Manual axes. The mesh in the type of an operand says which
             # axes are Manual, or the mesh in the context of the equation if the type has no mesh.

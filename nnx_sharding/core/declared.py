@@ -16,6 +16,13 @@ From other modules:
     is_equivalent  whether two shardings put the same parts on each device, and give arrays the same
                    type; ``Sharding.is_equivalent_to`` of JAX compares the parts only
     Operation      a function and its arguments, which changes an object when it is run
+    update_operations   returns the operations that give objects new arrays, and runs none of them;
+                   a ``NodeChange`` says which attributes of a module get new values
+    DeclaredArray  an array, its name and its declared sharding
+    committed_elsewhere   the error for such arrays; None for an empty list
+    raise_if_any   raises an error with these lines; returns if there are no lines
+    Sharded        the class of transforms whose specs are shardings: ``jit`` and ``shard_map``.
+                   ``passes_shardings`` says whether JAX gets the shardings as an option
     other_memory   the memory kind of a sharding, such as that of the host; None for main memory.
                    ``memory_of`` is that of an array
 """

@@ -18,6 +18,11 @@ A :class:`FilterUse` notes the decisions of the rules of one argument. From othe
     spelling_hint  a suggestion if a filter names a key that is nearly one of some others, or ""
     without_first_keys  a filter as text without its first keys, if it then matches, or ""
     filter_remedy  the end of the error for subjects that no filter matches: what to do
+    filters_text   the first filters of some rules as text; ``subject_text`` is that of a subject
+    to_predicate   a filter as a function of a path and a subject, which says whether it matches
+    StateSharding  ``filters``, ``names`` (the filters as text) and ``shardings`` are in the order
+                   of the rules. ``find_below`` returns the ``FilterMatch`` of the first filter
+                   that matches the path in a module, or else the path in a tuple of modules
 """
 
 from __future__ import annotations
@@ -58,6 +63,19 @@ class FilterUse:
       rules: the filters, with a sharding for each.
       unmatched: the name and the subject of each location that needs a filter, and has none.
       added: the paths of those unmatched locations that a call added to its arguments.
+
+    Private attributes:
+
+        _matched     the numbers of filters that decided about a subject; None among them stands for
+                     a subject about which no filter decided
+        _shadowed    the numbers of filters that match a subject about which an earlier filter
+                     decided. Such a filter may also decide about other subjects
+        _keys        all keys in paths, by which the spelling of filters is corrected
+        _paths       all paths, each from the part that it is in, by which filters for a module
+                     around the argument are found
+        _arguments   the names of the arguments, for messages
+
+    The last three are dicts that serve as sets, because dicts keep their order.
     """
 
     def __init__(self, rules: StateSharding):
@@ -65,16 +83,11 @@ class FilterUse:
         self.rules = rules
         self.unmatched: list[tuple[str, Any]] = []
         self.added: list[Path] = []
-        # The numbers of filters that decided about a subject; None stands for a subject without.
         self._matched: set[int | None] = set()
-        # The numbers of filters that match a subject about which an earlier filter decided. Such a
-        # filter may also decide about other subjects.
         self._shadowed: set[int] = set()
-        # Three dicts serve as sets that keep their order. The keys of all paths are needed to
-        # correct a misspelt key, the paths to find filters for a module around the argument.
-        self._keys: dict[Any, None] = {}  # all keys in paths
-        self._paths: dict[Path, None] = {}  # from the part that they are in
-        self._arguments: dict[str, None] = {}  # the names of the arguments
+        self._keys: dict[Any, None] = {}
+        self._paths: dict[Path, None] = {}
+        self._arguments: dict[str, None] = {}
 
     def find(self, named: NamedLocation, subject: object) -> list[FilterMatch]:
         """Finds the filters that decide about a location; several paths may have several filters.
