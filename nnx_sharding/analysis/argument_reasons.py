@@ -14,7 +14,10 @@ From other modules:
     NamedLocation   where a Variable or array is in an argument, and the expression for it; ``part``
                     is the part of the argument that has a spec of its own
     StateSharding   rules: ``filters``, the ``shardings`` that they give, and ``names`` of filters
-    fit_sharding    fits a spec to a shape: drops axes that do not divide it, and says which
+    fit_sharding    fits a spec to a shape: drops axes that do not divide it, and says which (its
+                    ``reasons`` are a text, empty if all of the spec fits)
+    Reason          what the user reads: a subject, facts, and what to write instead
+    accessor        the expression for a path below a name: ``model.blocks[3].kernel``
     ParameterRow    an argument of the program: its path, spec and shapes
 """
 
@@ -56,13 +59,19 @@ class ArgumentReasons:
         specs that the user gave.
       objects: the Variables of the call, which hold abstract arrays.
       leaves: its arrays, abstract, in the order of ``plan.names``.
+
+    Attributes:
+      _plan: as given, like ``_objects`` and ``_leaves``. Its ``transform`` is the lifted transform,
+        whose ``context`` is the mesh, and whose ``in_name`` is the option with the user's specs,
+        such as ``in_shardings``.
+      _slots: the slot of each array, by its name.
+      _locations: the locations of each array, by its slot, in order. There are several if one
+        Variable is in several arguments; its name in ``plan.names`` is that of the first one.
     """
 
     def __init__(self, plan: Plan, objects: Sequence[Any], leaves: Sequence[Any]):
         self._plan, self._objects, self._leaves = plan, objects, leaves
         self._slots = {name: slot for slot, name in enumerate(plan.names)}
-        # Slot → the places of the array, in order. There are several if one Variable is in several
-        # arguments: then its name in ``plan.names`` is that of the first place.
         self._locations: defaultdict[int, list[NamedLocation]] = defaultdict(list)
         for location in locate(plan.structure, plan.arguments):
             for slot in location.location.slots:
@@ -98,7 +107,10 @@ class ArgumentReasons:
         )
 
     def _declared(self, location: NamedLocation) -> _Declared:
-        """Finds what the user declared for an array, and says so in sentences."""
+        """Finds what the user declared for an array, and says so in sentences.
+
+        The option may have nothing for the argument, one spec for all of its arrays, or rules.
+        """
         rules, option = location.part.spec, self._plan.transform.in_name
         name = accessor(location.argument.name, location.part.keys)
         if rules is None:

@@ -15,7 +15,13 @@ same line, and the two shapes together tell the spec. From other modules:
     Value          an array of the program, by the instruction that makes it
     Module         the program: ``maker(value)`` is the instruction that makes a value, and
                    ``passed(value)`` are the values of which it is an unchanged copy, empty if the
-                   instruction computes it
+                   instruction computes it. By the name of a computation, ``within`` has its
+                   instructions by name, ``users`` the users of each instruction (the user, and the
+                   position of the operand), ``callers`` the instructions that call it, and
+                   ``roots`` the instruction whose result it returns
+    dims_at        the shape of the part of a result at an index; () if there is none
+    module_of      the path of the user's module in the name of an operation; None without one
+    operations     the names that XLA has joined to the name of one instruction
     users_frame    the innermost frame that is not in a library; None without one
     spec_of_shard  the spec that cuts a whole shape to a shape on one device; None if none fits
     Reason         what the user reads: a subject, facts, and what to do instead
@@ -64,7 +70,7 @@ class _Side(NamedTuple):
     """Where the value that a collective moves is computed, or used."""
 
     operation: str  # the name of the operation, such as dot_general, or the path of an argument
-    module: str | None
+    module: str | None  # the path of the user's module, such as model.up; None outside of modules
     line: str | None  # the line of the user's code, such as model.py:12
     shape: Shape  # the shape of the value on one device
 
@@ -82,7 +88,10 @@ class CollectiveReasons:
       axis_sizes: the sizes of the mesh axes.
       whole_shapes: the shapes that the trace has, by line and operation, such as
         ``("model.py:12", "dot_general")``.
-      why_argument: says why an argument is sharded as it is.
+      why_argument: says why the argument with a path is sharded as it is.
+
+    Attributes:
+      _module: as given, like the other private attributes.
     """
 
     def __init__(
@@ -105,7 +114,8 @@ class CollectiveReasons:
         each = "" if runs == 1 else f" in each of {runs} runs" if runs else " in each run"
         subject = f"{collective.kind} over {axes}, sends {sent}{each} ({use})"
         value = Value(collective.computation, collective.name)
-        # Where the value is computed, and where it is used; None if that is unknown.
+        # Where the value is computed, and where it is used. ``made`` is None if that is unknown,
+        # ``used`` if no instruction computes with the value, which the program then returns.
         made, used = self._maker(value), self._user(value)
         # The shapes that the whole value may have in the trace.
         whole_shapes = self._whole_shapes_of(made, used)
@@ -205,7 +215,8 @@ class CollectiveReasons:
         while pending and len(seen) < _MOST_STEPS:
             value = pending.pop()
             is_in_loop = value.computation in bodies
-            # The values that are this one, moved or passed on.
+            # The values to follow, which are this one, moved or passed on. If ``value`` is what a
+            # fusion returns, the fusion's result is among them.
             following = self._results_of_callers(value)
             users = self._module.users.get(value.computation, {})
             for instruction, operand_number in users.get(value.name, ()):
@@ -273,7 +284,10 @@ class CollectiveReasons:
         ]
 
     def _side(self, instruction: Instruction, shape: Shape) -> _Side:
-        """Describes an instruction in the user's words."""
+        """Describes an instruction by the user's names: operation, module and line of code.
+
+        ``shape`` is the shape of the moved value at this instruction, on one device.
+        """
         name = next(iter(operations(instruction.operation or "")), "")
         frame = users_frame(self._module.source(instruction))
         line = None if frame is None else f"{file_title(frame[0])}:{frame[1]}"

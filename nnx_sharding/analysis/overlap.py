@@ -11,7 +11,12 @@ instructions are the *chain* of the collective; all of them have the number of i
 From other modules:
 
     Module          the HLO program. ``maker`` is the instruction that makes a value, ``around``
-                    the calls around a computation, innermost first, ``by_name`` its computations
+                    the calls around a computation, innermost first, ``by_name`` its computations,
+                    ``calls`` the calls in each computation (``attribute`` is how a call names its
+                    ``callee``, such as ``body``)
+    Work            flops, bytes and other figures of work; ``Work()`` is none. ``plus(other,
+                    times)`` adds other work so many times
+    sum_of          the sum of several `Work`
     trip_counts     how often the body of each loop runs, by the name of the loop, if known
     executed_work   the work of each instruction in one run of its computation, without branches of
                     conditionals that are not taken
@@ -59,22 +64,31 @@ class Independent(NamedTuple):
 
 
 class Overlap:
-    """What runs in a program, and concurrently with what."""
+    """What runs in a program, and concurrently with what.
+
+    Attributes:
+      _module: the program.
+      _contents: the function that returns the `_Contents` of a computation, by its name.
+      _total_work: the function that returns the work of one run of a computation, by its name.
+      _chain_lengths: how many instructions the chain of each collective has, by its channel.
+    """
 
     def __init__(self, module: Module):
         self._module = module
-        # Both functions take the name of a computation, and return its contents and its work. They
-        # call themselves for the computations that it calls. Results are cached because several
-        # computations may call the same one.
+        # Both functions call themselves for the computations that a computation calls. Results are
+        # cached because several computations may call the same one.
         self._contents: Callable[[str], _Contents] = functools.cache(self._contents_of_computation)
         self._total_work: Callable[[str], Work] = functools.cache(self._work_of_computation)
         instructions = (x for computation in module.computations for x in computation.instructions)
         collectives = filter(_is_collective, instructions)
-        # Channel of a collective → the number of instructions of its chain.
         self._chain_lengths = Counter(map(_channel, collectives))
 
     def scheduled(self, collective: Value) -> Scheduled:
-        """Returns what the device does from the start of a collective to its end."""
+        """Returns what the device does from the start of a collective to its end.
+
+        A collective that is a single step of the schedule has nothing in between, so the work is
+        zero.
+        """
         home = collective.computation
         # The schedule has fusions as a whole, and not the instructions inside, so the schedule is
         # that of the computation around the fusion.
@@ -147,6 +161,7 @@ class Overlap:
         channel = _channel(instruction)
         contents = {x.name: self._contents_of(x) for x in body.instructions}
         products = {name for name, content in contents.items() if content.products}
+        # The chain has at least one instruction, because `_body_with_chain` has found it here.
         chain = {name for name, content in contents.items() if channel in content.channels}
         operands = {x.name: x.operand_names for x in body.instructions}
         users: defaultdict[str, list[str]] = defaultdict(list)

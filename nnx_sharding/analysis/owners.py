@@ -26,7 +26,14 @@ From other modules:
     Allocation  a block of memory: an argument's (``parameter``, its number), a result's
                 (``is_result``), or of ``values``, buffers that are there one after another
     Module      the HLO program. ``maker`` is the instruction that makes a value, ``argument`` the
-                number of the argument that a value is, ``homes`` has computations by instruction
+                number of the argument that a value is (None if it is none), ``homes`` has the
+                names of computations by the names of their instructions
+    PlaceFinder  its ``place_of`` is the place of an instruction, or None; `places_of_schedule` the
+                place at each step of a schedule
+    computing_value  the value at the end of a chain of moves, which is computed or an argument. The
+                user's own moves are followed only with ``past_user_moves``
+    rows_of_inputs  the row of each argument of the compiled program, by the argument's number
+    enclosing_paths  the paths of all objects that an array is in, outermost first
     dims_at     the shape of the part of a result at an index; () if there is none
 """
 
@@ -118,8 +125,9 @@ class BufferOwners:
       buffers: the arrays that the program keeps in memory.
 
     Attributes:
-      arguments: as given.
+      arguments: as given, like ``_module`` and ``_finder``.
       places: the place at each step of the schedule.
+      _backward_steps: the steps of the schedule that are in the backward pass, in increasing order.
     """
 
     def __init__(self, module: Module, finder: PlaceFinder, arguments: Arguments, buffers: Buffers):
@@ -128,7 +136,7 @@ class BufferOwners:
         self._backward_steps = [i for i, place in enumerate(self.places) if place.backward]
 
     def owner_of(self, buffer: Buffer, allocation: Allocation) -> Owner:
-        """Decides what a buffer of an allocation counts as."""
+        """Decides what a buffer of an allocation counts as, by rules 1 to 3 in this order."""
         # Rule 1 is for arguments. The memory of a result may hold other arrays before; only the
         # array that is live to the end of the schedule is the result.
         is_result = allocation.is_result and buffer.last >= len(self.places) - 1

@@ -22,10 +22,12 @@ one:
 From other modules:
 
     Module           the HLO program. By the name of a computation, ``around`` are the calls around
-                     it, ``within`` its instructions, ``users`` the users of each instruction. By
-                     the name of an instruction, ``homes`` has the computation that it is in.
-                     ``argument(value)`` is the number of the argument that a value is; None if the
-                     value is no argument
+                     it, ``within`` its instructions by name, ``users`` the users of each
+                     instruction, ``runs`` how often it runs and whether it is a part of one
+                     operation (``is_fused``). By the name of an instruction, ``homes`` has the name
+                     of the computation that it is in. ``maker(value)`` is the instruction that
+                     makes a value, ``operands(value)`` its operands. ``argument(value)`` is the
+                     number of the argument that a value is; None if the value is no argument
     Value            an array: a computation, and the name of the instruction in it
     computing_value  the value at the end of a chain of moves (copies, slices, transposes), which is
                      computed or an argument
@@ -57,7 +59,7 @@ class Place(NamedTuple):
     backward: bool
 
 
-UNKNOWN = Place(None, False)
+UNKNOWN = Place(None, False)  # the place of an instruction for which no rule finds one
 
 # Instructions that pass values on, or whose values are known before the program runs: they have
 # no time of their own in the schedule.
@@ -79,10 +81,20 @@ class _Nearest(NamedTuple):
 class PlaceFinder:
     """Finds the places of the instructions of one program.
 
+    A method that finds a place by one of the rules 1 to 3 returns None if it finds none, so that
+    its caller tries the next rule. After rule 4, and in `places_of_schedule`, `UNKNOWN` says that
+    there is none.
+
     Args:
       module: the program.
       module_paths: the paths of the user's modules.
       parameter_modules: for arguments that are parameters, by number, the paths of their modules.
+
+    Attributes:
+      _module: as given, like ``_module_paths`` and ``_parameter_modules``.
+      _places_of_operations: the places that names of operations say, by the name; a cache.
+      _places: the results of `place_of`, by the name of the instruction; a cache. None if rules 1
+        to 3 find no place.
     """
 
     def __init__(
@@ -90,8 +102,8 @@ class PlaceFinder:
     ):
         self._module = module
         self._module_paths, self._parameter_modules = module_paths, parameter_modules
-        self._places_of_operations: dict[str, Place] = {}  # by the name of the operation
-        self._places: dict[str, Place | None] = {}  # by the name of the instruction
+        self._places_of_operations: dict[str, Place] = {}
+        self._places: dict[str, Place | None] = {}
 
     def place_of(self, instruction: Instruction) -> Place | None:
         """Finds the place of an instruction by its name, or by rules 1 to 3 of this file.
@@ -115,6 +127,8 @@ class PlaceFinder:
 
         Calls without a place are passed over. Returns `UNKNOWN` if no call has one.
         """
+        # ``around`` yields the calls innermost first, and the places are found one by one, so the
+        # search ends at the first call with a place.
         places = (self.place_of(caller) for _, caller in self._module.around(computation))
         return next(filter(None, places), UNKNOWN)
 
@@ -137,7 +151,7 @@ class PlaceFinder:
             some of them.
         """
         places: list[Place] = []
-        place = UNKNOWN
+        place = UNKNOWN  # the place of the last step that has one
         for name in schedule:
             home = self._module.homes.get(name)  # None if the program lacks the instruction
             instruction = None if home is None else self._module.within[home][name]
@@ -146,7 +160,8 @@ class PlaceFinder:
             places.append(place)
         return places
 
-    # `line_places.py` overrides the next three methods, because there a place is a line.
+    # `line_places.py` overrides the next three methods, because there a place is a line. All other
+    # methods find places through these three.
 
     def _written_place(self, instruction: Instruction) -> Place | None:
         """Reads the place from the name of the operation that the compiler made `instruction` of.

@@ -21,12 +21,22 @@ mislead where activations have the shape of a parameter of their own module. Fro
 
     Module        the HLO program, of *computations* (lists of instructions). ``maker(value)`` is
                   the instruction that makes a value. ``passed(value)`` are the values of which
-                  `value` is an unchanged copy (one step back, through tuples, calls and loops).
-                  ``around(name)`` are the calls around a computation
+                  `value` is an unchanged copy (one step back, through tuples, calls and loops);
+                  the list is empty if the instruction computes it. ``operands(value)`` are the
+                  operands of its instruction. ``argument(value)`` is the number of the argument
+                  that it is; None if it is none. By the name of a computation, ``around`` are the
+                  calls around it, ``callers`` the instructions that call it, ``within`` its
+                  instructions by name, ``roots`` the one whose result it returns. ``trip_counts``
+                  has the runs of a loop by its name, if known; ``parameters`` the inputs by number
+    Instruction   ``operation`` is the name that JAX gave it; None if the compiler made it.
+                  ``collective`` is its kind if it is a collective, else None. ``results`` are the
+                  arrays that it makes, ``operand_names`` the names of instructions, ``callees``
+                  the names of the computations that it calls
     Value         an array that an instruction makes, perhaps as an item of a tuple
     Located       a pair: a computation, and an instruction (a collective) in it. The computation is
                   the *home* of the instruction
-    ParameterRow  an argument: its path, its shape, and the shape of its shard
+    ParameterRow  an argument: its path, its shape, and the shape of its shard. ``variable`` is the
+                  type of its Variable; None outside of Variables. ``role`` is what that is for
     module_of     the path of the user's module in the name of an operation; None without a module
     common        the path of the innermost module around all of several modules; empty without one
     operations    the names that XLA has joined to the name of one instruction
@@ -53,9 +63,11 @@ Purpose: TypeAlias = Literal["parameter", "state", "gradient", "sum", "result", 
 class Use(NamedTuple):
     """What a collective is for; ``Collective`` has the same fields."""
 
-    purpose: Purpose | None = None
+    purpose: Purpose | None = None  # None if it is unknown
+    # The paths of the Variables that the collective moves, updates or makes gradients of. Empty for
+    # a ``sum`` or ``reshard``.
     parameters: tuple[str, ...] = ()
-    module: str | None = None
+    module: str | None = None  # the innermost module around its operations; None without one
 
 
 def uses_of(
@@ -81,7 +93,15 @@ def uses_of(
 
 
 class _Purposes:
-    """Decides what the collectives of one program are for."""
+    """Decides what the collectives of one program are for.
+
+    Attributes:
+      _module: the program.
+      _variables: the Variables among the arguments that the program uses.
+      _origins: the object that finds the arguments from which a value is computed.
+      _updated_by: for each instruction whose result is returned, by its name, the paths of the
+        Variables that the result updates; empty if it updates none. Other instructions are missing.
+    """
 
     def __init__(self, module: Module, used: Sequence[ParameterRow], updated: Sequence[str | None]):
         """Prepares to decide.
@@ -100,9 +120,7 @@ class _Purposes:
             number: rows[number].path if number in rows else x.operation or x.name
             for number, x in module.parameters.items()
         }
-        # Finds the arguments that a value is computed from.
         self._origins = Origins(module, arguments, self._variables.paths)
-        # Name of an instruction whose result is returned → the paths of Variables that it updates.
         self._updated_by = _returned_by(module, updated)
 
     def of(self, collective: Instruction, home: str) -> Use:
@@ -110,14 +128,16 @@ class _Purposes:
 
         ``home`` is the name of the computation that it is in.
         """
-        # For each array that the collective makes, the names of the user's operations.
+        # For each array that the collective makes, the names of the user's operations. The
+        # collective belongs to the innermost module around all of them, whichever rule decides.
         operations_of = _operations_of_arrays(collective, self._module.within[home])
         names = dict.fromkeys(name for names in operations_of for name in names)
         modules = [module_of(name, self._variables.modules) or "" for name in names] or [""]
-        path = common(modules) or None  # the innermost module around all of them
+        path = common(modules) or None  # "" among the modules makes this None.
         is_sum = collective.collective in ("all-reduce", "reduce-scatter")
         if not is_sum:  # A collective that does not sum only moves arrays.
-            # For each operand, the names of the arguments that it is computed from.
+            # For each operand, the names of the arguments that it is computed from: all of them if
+            # they are Variables, else one that is not a Variable (`Origins.of`).
             origins = [self._origins.of(Value(home, name)) for name in collective.operand_names]
             if origins and all(map(self._origins.are_variables, origins)):
                 sources = frozenset().union(*origins)
@@ -137,7 +157,10 @@ class _Purposes:
     def _gradients(
         self, collective: Instruction, home: str, operations_of: list[list[str]], *, is_sum: bool
     ) -> set[str]:
-        """Collects the paths of the Variables whose gradients a collective makes.
+        """Collects the paths of the Variables whose gradients a collective makes; empty for none.
+
+        Each array is judged by itself: the array's shape chooses among the Variables of the modules
+        that its operations are in.
 
         Args:
           collective: the collective.
@@ -258,19 +281,25 @@ def rows_of_inputs(module: Module, rows: Sequence[ParameterRow]) -> dict[int, Pa
 
 
 class _Variables:
-    """The Variables among the arguments of a program."""
+    """The Variables among the arguments of a program.
+
+    Attributes:
+      paths: the paths of all Variables.
+      states: the paths of those that have no gradients: statistics, caches, optimizer state.
+      modules: the paths of all modules that contain Variables, at any depth.
+      _rows: the rows of the Variables that may have gradients, by the path of a module: those that
+        it owns, without those of modules inside. The key None has the rows of the whole program.
+    """
 
     def __init__(self, rows: Iterable[ParameterRow]):
         """Sorts the arguments by whether they may have gradients, and by their modules."""
         self.paths: set[str] = set()
-        self.states: set[str] = set()  # the paths of Variables that are not parameters
-        self.modules: set[str] = set()  # the paths of all modules that contain them
-        # The rows that may have gradients, by the path of a module that has them. The key None
-        # has the rows of the whole program.
+        self.states: set[str] = set()
+        self.modules: set[str] = set()
         self._rows: dict[str | None, list[ParameterRow]] = {}
         for row in rows:
             self.paths.add(row.path)
-            outer = enclosing_paths(row.path)
+            outer = enclosing_paths(row.path)  # of all that the Variable is in, outermost first
             self.modules.update(outer)
             if row.role in ("optimizer state", "state"):
                 self.states.add(row.path)
@@ -439,14 +468,17 @@ class Origins:
       module: the program.
       arguments: the names of its arguments, by their numbers.
       variables: the names of the arguments that are in Variables.
+
+    Attributes:
+      _module: as given, like ``_arguments`` and ``_variables``.
+      _others: each value that is known to be computed from an argument which is not a Variable →
+        the name of that argument. One such argument shows that a collective does not move Variables
+        alone, so a search ends there, and most searches end soon.
     """
 
     def __init__(self, module: Module, arguments: Mapping[int, str], variables: Collection[str]):
         self._module = module
         self._arguments, self._variables = arguments, variables
-        # Each value known to be computed from an argument that is not a Variable → the name of that
-        # argument. One such argument shows that a collective does not move Variables alone, so a
-        # search ends there, and most searches end soon.
         self._others: dict[Value, str] = {}
 
     def of(self, value: Value) -> frozenset[str]:
@@ -463,6 +495,7 @@ class Origins:
         pending = [value]
         while pending:
             value = pending.pop()
+            # The name of an argument that the value is, or is computed from; else None.
             name = self._others.get(value)
             number = self._module.argument(value)
             if name is None and number is not None:
@@ -507,7 +540,7 @@ class Origins:
         return bool(names) and names <= {*self._variables}
 
     def _computed_from(self, value: Value) -> list[Value]:
-        """Lists the values that a value is computed from in one step."""
+        """Lists the values that a value is computed from in one step; empty for an argument."""
         instruction = self._module.maker(value)
         if instruction is None:
             return []

@@ -24,12 +24,16 @@ _WIDTH = 100_000  # the columns of plain text, which are more than any table has
 
 
 class Pictured:
-    """An object that rich draws for ``print``, its own consoles and notebooks."""
+    """An object that rich draws for ``print``, its own consoles and notebooks.
+
+    A subclass defines only ``_pictures``, which yields what to draw from top to bottom: texts
+    (`text`), tables (`table`) and other objects of this kind.
+    """
 
     __slots__ = ()
 
     def _pictures(self, width: int) -> Iterable[RenderableType]:
-        """What to draw in this many columns."""
+        """Yields what to draw, from top to bottom, in ``width`` characters."""
         raise NotImplementedError
 
     def __rich_console__(
@@ -110,7 +114,14 @@ def text(content: Any, style: str = "", styles: Mapping[str, str] | None = None)
 
 
 class Table:
-    """A table of texts, which rich draws, and breaks where it is too wide."""
+    """A table of texts, which rich draws, and breaks where it is too wide.
+
+    Attributes:
+      _header: the titles of the columns.
+      _rows: the cells of the rows that are shown; the last one counts the others if some are not.
+      _footer: the cells of the row of sums; None without one.
+      _is_number: whether the cells of each column are aligned to the right.
+    """
 
     def __init__(
         self,
@@ -127,7 +138,7 @@ class Table:
           rows: the cells of each row.
           numbers: how many of the last columns are aligned to the right.
           footer: a row of sums below a rule; None for none.
-          most: how many rows are shown; one more counts the others. None for all.
+          most: how many rows are shown; one more row counts the others. None shows all.
         """
         all_rows = [*rows]
         self._header, self._rows, self._footer = header, all_rows[:most], footer

@@ -84,7 +84,14 @@ class User(NamedTuple):
 
 
 class Values:
-    """The computations of a program, which call each other, and the values in them."""
+    """The computations of a program, which call each other, and the values in them.
+
+    The properties are tables that are made on first use. `hlo.Module`, a program that was read from
+    text, extends this class.
+
+    Attributes:
+      computations: the computations in the order of the text.
+    """
 
     computations: Sequence[Computation]
 
@@ -204,7 +211,7 @@ class Values:
             case "tuple" if not index:
                 return self.operands(value)
             case "tuple":  # Part (2, 1) of a tuple is part (1,) of its operand 2.
-                number, *inner_index = index
+                number, *inner_index = index  # The case above has taken the empty index.
                 return self._operand(maker, home=home, number=number, index=tuple(inner_index))
             case "get-tuple-element" if maker.tuple_index is not None:
                 # Part (1,) of the item 2 of a tuple is part (2, 1) of the tuple.
@@ -306,12 +313,18 @@ class _Counter:
 
     ``count`` counts the runs of a loop. ``_number`` follows one value to a `_Number`, ``_fixed``
     turns a `_Number` into an integer, and ``_carried`` follows the initial value and the body's
-    result of what a loop carries.
+    result of what a loop carries. Each of them gives None for what is unknown; ``_carried`` gives a
+    pair in which a number may be None.
+
+    Attributes:
+      _values: the computations of the program.
+      _numbers: the results of ``_number`` by value; None for a value whose number is unknown, or is
+        being computed.
     """
 
     def __init__(self, values: Values):
         self._values = values
-        self._numbers: dict[Value, _Number | None] = {}  # the results of ``_number``
+        self._numbers: dict[Value, _Number | None] = {}
 
     def count(self, loop: Instruction, home: str) -> int | None:
         """Returns how often the body of a loop runs; None if it is unknown.
@@ -350,7 +363,7 @@ class _Counter:
         if (counter.computation, counter.name) != (home, loop.name):  # Another loop carries it.
             return None
         initial, after_run = self._carried(counter)
-        first = self._fixed(initial)
+        first = self._fixed(initial)  # the counter in the first run
         if first is None or after_run is None or after_run.carried != counter:
             return None
         # The body returns `counter + after_run.plus`, so `after_run.plus` is the step.
@@ -427,6 +440,7 @@ class _Counter:
 
 def _sum(a: _Number, b: _Number, sign: int = 1) -> _Number | None:
     """Returns ``a + sign·b``; None if that has more than one carried value, or ``-carried``."""
+    # A sum is the same in either order, so the number with a carried value, if any, becomes ``a``.
     if a.carried is None and sign > 0:
         a, b = b, a
     return None if b.carried else a._replace(plus=a.plus + sign * b.plus)

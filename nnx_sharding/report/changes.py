@@ -60,7 +60,7 @@ class Change:
     @property
     def is_lost(self) -> bool:
         """Whether a figure is not known any more, or a strategy does not compile any more."""
-        if self.name == "outcome":
+        if self.name == "outcome":  # `_of_strategy` gives this name to "compiled" or an error.
             return self.after != "compiled"
         return isinstance(self.before, int | float) and self.after is None
 
@@ -99,7 +99,7 @@ class Changes(tuple[Change, ...], Pictured):
     """What :func:`diff` returns; empty if nothing changed. ``print`` and notebooks show it.
 
     Attributes:
-      made_with: the versions that differ, before and after.
+      made_with: the versions that differ, before and after, by the name of the package.
     """
 
     made_with: Mapping[str, tuple[str, str]]

@@ -5,7 +5,8 @@ and failures by name. Its properties compute everything else from these: *figure
 at the peak, the strategies that fit, the best strategy by each figure, and the table. Its JSON form
 has the reports themselves, so a comparison that was read from a file can be judged again with
 another limit or other hardware. The method `_pictures` of a class yields the parts of what `print`
-and notebooks show.
+and notebooks show: a `text` in a colour, a `table`, or the `legend` of a table, which says what its
+columns are.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class Comparison(JsonForm):
     @property
     def marked(self) -> dict[Column, str]:
         """The :meth:`best` of each figure, which tables mark; empty for a single strategy."""
-        # The time to compile is left out because it is no merit of a strategy.
+        # "planning", the time to compile, is left out because it is no merit of a strategy.
         columns = [column for column in get_args(Column) if column != "planning"]
         best = {column: self.best(column) for column in columns if len(self.compiled) > 1}
         return {column: name for column, name in best.items() if name is not None}
@@ -188,8 +189,8 @@ class Comparison(JsonForm):
 
         Args:
           memory_limit: the bytes that a device has, or a text such as ``"16 GiB"``. None uses the
-            memory of ``hardware``, else the old limit, else the memory of the devices that the
-            programs were compiled for, if it is known.
+            memory of ``hardware``; without ``hardware`` the old limit, else the memory of the
+            devices that the programs were compiled for, if it is known.
           hardware: the hardware that rooflines are for; None leaves the rooflines unchanged.
         """
         limit, reports, measured = self.memory_limit, self.reports, self.measured
@@ -211,6 +212,7 @@ class Comparison(JsonForm):
         return dataclasses.replace(self, reports=reports, memory_limit=limit, measured=measured)
 
     def _parts(self) -> dict[str, Any]:
+        """Returns the data for JSON; `as_dict` adds the format and the version."""
         reports = {
             name: as_data(report) if isinstance(report, Failure) else report.as_dict()
             for name, report in self.reports.items()
@@ -225,8 +227,9 @@ class Comparison(JsonForm):
         Raises:
           ValueError: the parts are not those of a comparison.
         """
-        # Reports are read here; `read` takes the other fields, which are left in ``parts``. "best"
-        # is only for readers of the file, and is computed again, so it is removed.
+        # Reports are read here; `read` makes the comparison from them and from the other fields,
+        # which are left in ``parts``, and raises a ValueError for wrong ones. "best" is only for
+        # readers of the file, and is computed again, so it is removed.
         entries = parts.pop("reports", None)
         parts.pop("best", None)
         if not isinstance(entries, dict):  # `read` raises because there is nothing to compare.
@@ -354,7 +357,12 @@ class Comparison(JsonForm):
         return columns
 
     def _cells(self, column: Column, show: Callable[..., str]) -> list[Text | str]:
-        """Writes a figure of each strategy, and marks the best one."""
+        """Writes a figure of each compiled strategy, and marks the best one.
+
+        Args:
+          column: the name of the figure.
+          show: writes a figure with its unit; an unknown one, None, as a dash.
+        """
         best = self.marked.get(column)
         cells: list[Text | str] = []
         for name, figures in self.figures.items():

@@ -10,9 +10,15 @@ A *program* is a lowered function and its mesh. A *worker* is a thread, with its
 one. With ``ruled_out``, programs that lower to the same text are compiled once. With ``most``, a
 program takes a *slot* when it is lowered, and only ``most`` slots exist (`_Slots`).
 
+Errors do not leave the threads: `attempt` returns an error as a `Failure`. A program that cannot be
+lowered becomes such a `Failure`, too, and goes through a worker like the others, so `_Workers.wait`
+yields a result for each program that was given to a worker.
+
 From other modules: a `Failure` has the text of an error instead of a report; a `Comparison` has the
 reports by name, and its `judged` returns a copy for a limit of memory and for hardware; `Lowered`
-is a traced and lowered function, like the one that ``jax.jit(f).lower`` returns.
+is a traced and lowered function, like the one that ``jax.jit(f).lower`` returns; `progress` shows a
+bar, and calls the functions that it is given from a thread of its own; a `MeshDescription` has the
+axes of a mesh and the ids of its devices, but no objects of JAX.
 """
 
 from __future__ import annotations
@@ -113,6 +119,7 @@ def compile_all(
       SearchInterrupted: Ctrl-C was pressed. The result in the error compares the programs that were
         compiled before.
     """
+    # `_Run.start` removes each program from ``programs``, so `iter(programs)` begins with the next.
     run = _Run(programs, _Slots(most), ruled_out)
     cache = None if cache_dir is None else file_path(cache_dir)
     end = math.inf if time_limit is None else time.monotonic() + time_limit
@@ -156,6 +163,16 @@ class _Run:
     Attributes:
       reports: the report, or the failure, of each program that ended, by name.
       slots: the limit of how many programs may be compiled.
+      _programs: the functions that lower the programs which have not started, by name. This is the
+        mapping of the caller, who may add to it.
+      _ruled_out: the mapping of the caller for programs that equal an earlier one: name → reason.
+        None if equal programs are compiled, too.
+      _initial: the names of the programs that the caller gave at first.
+      _started: the names of all programs that were started, in order; also of those that ended,
+        could not be lowered, or were ruled out.
+      _seconds: how long tracing, lowering and compiling took for each program that ended, by name.
+      _first_names: for each digest of a lowered program, the name of the first program that has it.
+        It stays empty if ``_ruled_out`` is None.
     """
 
     def __init__(
@@ -177,9 +194,9 @@ class _Run:
         self._programs, self._ruled_out = programs, ruled_out
         # The names are copied here because `start` removes names from ``programs``.
         self._initial = [*programs]
-        self._started: list[str] = []  # the names of started programs, in order
-        self._seconds: dict[str, float] = {}  # name → seconds of tracing, lowering and compiling
-        self._first_names: dict[str, str] = {}  # digest of a program → name of the first such one
+        self._started: list[str] = []
+        self._seconds: dict[str, float] = {}
+        self._first_names: dict[str, str] = {}
 
     def start(self, name: str, workers: _Workers) -> None:
         """Lowers a program and lets a worker compile it, unless an equal one was started.
@@ -190,7 +207,7 @@ class _Run:
         """
         self._started.append(name)
         start = time.perf_counter()
-        program = attempt(self._programs.pop(name))
+        program = attempt(self._programs.pop(name))  # a `Failure` if it cannot be lowered
         seconds = time.perf_counter() - start
         if not isinstance(program, Failure):
             if self._ruled_out is not None:
@@ -262,14 +279,20 @@ class _Slots:
     A program that fails for the reason of an earlier failure says nothing new, so it returns its
     slot to another program. At most ``most`` slots are returned, so that a search ends even if all
     programs fail.
+
+    Attributes:
+      taken: the names of the programs that have a slot: they were lowered to be compiled.
+      _most: how many slots there are; None without a limit.
+      _num_returned: how many slots failed programs have returned so far.
+      _reasons: the texts of the errors so far, with ``#`` instead of numbers.
     """
 
     def __init__(self, most: int | None):
         """Creates ``most`` free slots; None for no limit."""
-        self.taken: set[str] = set()  # the names of programs that were lowered to be compiled
+        self.taken: set[str] = set()
         self._most = most
-        self._num_returned = 0  # the number of slots that failed programs have returned
-        self._reasons: set[str] = set()  # the texts of errors so far, without numbers
+        self._num_returned = 0
+        self._reasons: set[str] = set()
 
     @property
     def is_free(self) -> bool:
@@ -298,6 +321,13 @@ class _Workers:
 
     Attributes:
       running: the futures of the programs that threads compile, or are going to compile.
+      _processes: the processes in which threads compile, one for each thread; empty if the threads
+        compile in this process.
+      _free: one item for each thread that does not compile now: its process, or None for this
+        process.
+      _cache: the folder for reports; None for no folder.
+      _by_module: whether reports have memory and cost by module.
+      _executor: the pool of ``_NUM_WORKERS`` threads.
     """
 
     def __init__(self, devices: Devices | None, cache: Path | None, *, by_module: bool):
@@ -310,11 +340,9 @@ class _Workers:
         """
         self.running: set[concurrent.futures.Future[_Finished]] = set()
         self._cache, self._by_module = cache, by_module
-        # The processes in which threads compile; empty if all compile in this process.
         self._processes: list[CompilerProcess] = []
         if devices is not None:
             self._processes = [CompilerProcess(devices) for _ in range(_NUM_WORKERS)]
-        # One item for each thread that does not compile now: its process, or None for this process.
         self._free: list[CompilerProcess | None] = [*self._processes]
         if devices is None:
             self._free = [None] * _NUM_WORKERS
@@ -324,7 +352,8 @@ class _Workers:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # Killing the processes ends the threads' requests, so that nobody waits for the compiler.
+        # Killing the processes ends the threads' requests (`CompilerProcess._ask` raises then), so
+        # that nobody waits for the compiler. `shutdown` waits for the threads.
         for process in self._processes:
             process.kill()
         self._executor.shutdown(cancel_futures=True)
@@ -346,7 +375,7 @@ class _Workers:
         limit = None if timeout == math.inf else timeout
         for future in concurrent.futures.wait(self.running, limit, "FIRST_COMPLETED").done:
             self.running.remove(future)
-            yield future.result()
+            yield future.result()  # This raises no error of a compiler: `_compile` returns those.
 
     def _compile(self, name: str, program: Program | Failure, lowering_seconds: float) -> _Finished:
         """Compiles a program in a process that no other thread uses; threads run this method."""
@@ -401,6 +430,7 @@ def _report(
     # does not affect the figures.
     on_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 0} if on_cpu else None
+    # Both functions take the options of the compiler, and return a `Compiled`.
     compile_with = lowered.compile if process is None else partial(process.compile, lowered)
     report = compile_with(options).report(by_module=by_module)
     if path is not None:
@@ -471,6 +501,16 @@ class CompilerProcess:
 
     Only one thread at a time uses the process. Another thread may call :meth:`kill`, and nothing
     else: `kill` leaves the pipes open, because the first thread may still read from them.
+
+    Args:
+      devices: the devices that the process compiles for.
+
+    Attributes:
+      _devices: as given.
+      _errors: the file that the process prints its errors to.
+      _process: the process; None before the first request, and after a crash.
+      _lock: the lock for ``_process`` and ``_is_killed``, which two threads read and change.
+      _is_killed: whether `kill` was called, after which no process is started any more.
     """
 
     def __init__(self, devices: Devices):
@@ -493,8 +533,8 @@ class CompilerProcess:
           JaxRuntimeError: the compiler refused the program.
         """
 
-        # `_ask` replaces JAX's compiler. The result keeps this function, and calls it with further
-        # options if it is asked for tables by module.
+        # `compile_elsewhere` calls `_ask` instead of JAX's compiler. The result of `compile` keeps
+        # this function, and calls it with further options if it is asked for tables by module.
         def compile_with(stage: jax.stages.Lowered, more: Mapping[str, Any]) -> Any:
             return _compat.compile_elsewhere(stage, {**(options or {}), **more}, self._ask)
 
@@ -512,13 +552,15 @@ class CompilerProcess:
         """Ends the process, and closes its pipes and the file for its errors."""
         self.kill()
         if self._process is not None:
+            # `communicate` waits for the end of the process, and closes the pipes.
             self._process.communicate()
         self._errors.close()
 
     def _ask(self, *request: Any) -> dict[str, Any]:
         """Sends a request, the arguments of ``compile_module``, and waits for the answer.
 
-        The process is started for the first request, and again after a crash.
+        The process is started for the first request, and again after a crash. The answer has the
+        figures of the compiled program, by the names of methods such as ``"cost_analysis"``.
 
         Raises:
           CompilerCrash: the process ended, or was killed.
@@ -559,7 +601,10 @@ class CompilerProcess:
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=environment)
 
     def _last_words(self, process: subprocess.Popen[bytes]) -> str:
-        """Says how the process ended, with the check that failed in XLA or the error of Python."""
+        """Says how a process ended, with the check that failed in XLA or the error of Python.
+
+        ``process`` is a parameter because `_ask` has already set ``_process`` to None.
+        """
         process.communicate()  # `communicate` waits for the end of the process.
         self._errors.seek(0)
         printed = self._errors.read().decode(errors="replace")

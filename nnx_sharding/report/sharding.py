@@ -9,7 +9,9 @@ one *row*. Nothing is placed, and arrays may be abstract.
 A model is *flattened* (`Flat`) into ``structure``, ``leaves`` (its arrays, which locations name by
 *slots*) and ``objects``. `locate` finds all locations, `fit_sharding` the part of a spec that fits
 a mesh and a shape: a `Fit` with the ``sharding``, what was dropped for it (``corrections``) and
-what cannot be (``problems``), both in ``reasons`` as text.
+what cannot be (``problems``). Its ``reasons`` are the problems as text, or without problems the
+corrections; empty if all of the spec fits. `parameters.row_of` makes a row, of which it computes
+the sizes from the array and the sharding; `parameters.arrays_at` yields the arrays of a location.
 """
 
 from __future__ import annotations
