@@ -33,10 +33,25 @@ the loop is done. An output may be an input of a later part::
     loss.result_of[i]     the input with the layers' result for x; output i is this x
     loss.written_of[i]    the input with the array that the layers write; output i is the old array
 
+The keys of these three dicts are positions of outputs. ``loss.x`` and ``loss.layers`` have the
+positions of the outputs that are the layers' inputs: x, and the arrays of the layers. The first of
+the positions ``loss.returned`` is the one of the loss's value. Of the parts' attributes,
+``x_with_gradients`` and ``fixed_with_gradients`` are the positions of floating-point arrays, for
+which there are gradients. ``split`` and ``split_fixed`` map the positions of split targets and of
+fixed values with shard sums to names for reports.
+
+Helpers in this file: `_pick` selects some positions of a dict of arrays, and `_rename` gives
+outputs the positions of inputs. `_take` reads, and `_put` writes, one slot of a ring. `_where`
+chooses between two arrays stage by stage.
+
 From other modules: `find_call` traces the loss, and raises an error unless it calls one pipeline.
-`traced_slots` returns the slots of the arrays that a trace gets as inputs. `Timetable.is_busy` says
-whether items are microbatches: a stage with another item is idle. `constrain` (of the layers on
-their stages) shards the first dimension over the stages, and `constrain_rows` the rows as well.
+`traced_slots` returns the slots of the arrays that a trace gets as inputs. `Timetable` has methods
+from a tick to *items*, the numbers of microbatches, and from items to slots of a ring;
+`Timetable.is_busy` says whether items are microbatches: a stage with another item is idle.
+`constrain` (of the layers on their stages) shards the first dimension over the stages, and
+`constrain_rows` the rows as well. `take_on_stages` takes one slot of a ring on each stage.
+`ShardSums.evaluate` runs a function that returns gradients, and returns the *wanted* ones as shard
+sums, which `add_up` adds up. `dtype_of_sums` returns the dtype in which gradients are added up.
 """
 
 from __future__ import annotations
@@ -98,7 +113,16 @@ def accumulate_interleaved(
     names = [call.plan.names[slot] for slot in call.slots]  # for example ``model.up.kernel``
 
     def differentiate(function: Function, arrays: Arrays) -> tuple[Arrays, tuple[Any, ...]]:
-        """Runs the pipeline in the loss; returns the gradients and the outputs of the loss."""
+        """Runs the pipeline in the loss, for all microbatches.
+
+        Args:
+          function: the loss, a function of the arrays in the arguments.
+          arrays: these arrays, with the first microbatch.
+
+        Returns:
+          A pair: the gradients of the targets, and the outputs of the loss in the form in which
+          ``function`` returns them.
+        """
         loss = TracedLoss(function, arrays, flat, slots, find_call(function, arrays))
         assert loss.call.staged is not None  # `find_call` has refused a loss without a pipeline
         # The axis of the stages divides no rows, because all stages get all rows of a microbatch.
@@ -112,10 +136,12 @@ def accumulate_interleaved(
         loop = OneForwardOneBackward(parts, arrays, batch_by_position, dtype, sums)
         result = loop.run()
         value, *auxiliary = (result.returned[i] for i in loss.returned)  # each (M, …)
-        new_state = [result.state[i] for i in loss.state]
+        new_state = [result.state[i] for i in loss.state]  # the keys are positions of outputs
         gradients = [result.gradients[i] for i in targets]
         return gradients, loss.outputs([value.mean(), *auxiliary], new_state)
 
+    # This calls the function above in place of JAX's transform, writes the new state to the
+    # Variables, and returns the result of the loss and the gradients.
     return gradient.differentiate(call.plan, flat, slots, differentiate)
 
 
@@ -164,6 +190,7 @@ class OneForwardOneBackward:
         _stages         the layers of all stages: their forward and their backward pass
         _staged         constrains arrays (S, …) to the stages, and sends them to the next one
         _time           says which microbatch each stage has at a tick, and which slot of a ring
+                        has the values of that microbatch
         _sums           makes and constrains shard sums
         _dtype          the dtype of sums of gradients; None for the dtypes of the gradients
     """
@@ -214,7 +241,7 @@ class OneForwardOneBackward:
         carry, returned = self._scan(self._run_steady, carry, warm, steady)
         carry, _ = self._scan(self._run_cool, carry, warm + steady, warm)
         # The gradient of a target is the one by prefix and suffix, plus the one by the fixed
-        # values, for example the layers' parameters.
+        # values, for example the layers' parameters. Both dicts have all targets as keys.
         gradients = self._added_up(carry.totals, parts.split)
         [by_fixed] = pull_fixed(self._fixed_gradients(carry))
         for i, gradient in gradients.items():
@@ -230,7 +257,17 @@ class OneForwardOneBackward:
         return Accumulated(returned, state, gradients)
 
     def _scan(self, run: Callable[..., Any], carry: _Carry, start: int, count: int) -> Any:
-        """Runs ``count`` ticks, from number ``start``."""
+        """Runs ``count`` ticks, from number ``start``.
+
+        Args:
+          run: runs one tick: ``(carry, tick) → (carry, output)``.
+          carry: the carry of the first of these ticks.
+          start: the number of the first tick.
+          count: the number of ticks.
+
+        Returns:
+          A pair: the last carry, and the outputs of all ticks, (count, …).
+        """
         return jax.lax.scan(run, carry, start + jnp.arange(count))
 
     def _run_warm(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, None]:
@@ -259,6 +296,8 @@ class OneForwardOneBackward:
 
     def _run_cool(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, None]:
         """Runs a tick with a backward pass only."""
+        # The last stage has no loss in these ticks. Its entry of `d_sent`, which the first stage
+        # sent around the ring, does not count, because the last stage is idle.
         return self._backward(carry, tick, carry.d_sent), None
 
     def _forward(self, carry: _Carry, tick: jax.Array) -> _Carry:
@@ -337,6 +376,7 @@ class OneForwardOneBackward:
             gradients, outputs = jax.grad(value, has_aux=True)(chosen)
             return gradients, outputs
 
+        # `_with_shard_sums` returns the gradients of split targets as shard sums, like `totals`.
         gradients, outputs = self._with_shard_sums(gradients_and_outputs, inputs, {})
         totals = _add(carry.totals, _pick(gradients, parts.targets))
         carry = carry._replace(late=_pick(outputs, parts.late), totals=totals)
@@ -518,7 +558,8 @@ class OneForwardOneBackward:
     def _added_up(self, totals: ByPosition, names: Mapping[int, str]) -> ByPosition:
         """Returns sums of gradients, by position, with shard sums added up: (shards, …) → (…).
 
-        ``names`` has the positions whose totals are shard sums, each with a name for reports.
+        The result is a new dict with the same positions. ``names`` has the positions whose totals
+        are shard sums, each with a name for reports.
         """
         return {i: add_up(x, 0, names[i]) if i in names else x for i, x in totals.items()}
 
@@ -533,7 +574,10 @@ def _pick(arrays: Mapping[int, Any], positions: Iterable[int]) -> ByPosition:
 
 
 def _rename(arrays: ByPosition, position_of: Mapping[int, int]) -> ByPosition:
-    """Returns outputs of the loss as inputs: ``position_of`` maps output to input positions."""
+    """Returns the arrays by the positions of inputs of the loss instead of outputs.
+
+    ``position_of`` maps the positions of outputs to those of inputs, for example ``loss.state``.
+    """
     return {position_of[i]: x for i, x in arrays.items()}
 
 

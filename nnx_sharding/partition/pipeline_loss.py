@@ -19,8 +19,11 @@ head).
 From other modules: a *slot* is the number of an array among all arrays of the arguments (``Flat``:
 their structure, and ``leaves`` by slot). An ``Outcome`` says what a call has done to its arguments:
 the structure afterwards, and the *source* of the array in each slot: an input, or an output of the
-program. A *position* counts the inputs or the outputs of the trace, which are arrays only. For S
-stages of D layers each, arrays of layers are (S, D, …), and (D, …) in one stage. `raise_if_any`
+program (``INPUT`` marks an input). `Outcome.arrays` returns the array of each slot after the call,
+from the arrays before it and the outputs. `slots_before` maps the slots of a Variable after the
+call to its slots before it. A *position* counts the inputs or the outputs of the trace, which are
+arrays only. For S stages of D layers each, arrays of layers are (S, D, …), and (D, …) in one stage.
+The methods of `StagedLayers` return such arrays, and write them to the layers. `raise_if_any`
 raises an error only if there are lines. `_compat.used_part` returns the part of a jaxpr that some
 outputs and all callbacks need, and the positions of the inputs that the part reads.
 """
@@ -175,6 +178,8 @@ class PipelineCall:
     def in_place(self) -> Iterator[None]:
         """Within the block, a pipeline that is called calls :meth:`run` instead of its loop.
 
+        The pipeline finds this object in ``PIPELINE_CALL``.
+
         Raises:
           ValueError: no pipeline was called in the block.
         """
@@ -212,13 +217,14 @@ def find_call(function: Function, arrays: Arrays) -> PipelineCall:
         with calls[-1].in_place():
             function(arrays)
 
-    jax.eval_shape(run, arrays)
+    jax.eval_shape(run, arrays)  # calls `run` once, so there is one call
     [call] = calls
-    assert call.staged is not None
+    assert call.staged is not None  # `in_place` has refused a loss that calls no pipeline
     # The arrays belong to a trace that has ended, so only their types can be used.
     call.x, call.others, call.layers = jax.tree.map(as_type, (call.x, call.others, call.layers))
     # The layers of one stage write arrays (D, …), so all stages write (S, D, …).
     stage_types = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in call.layers.values()]
+    # Only layers that write to a Variable have an array here, so most slots are missing.
     _, written = jax.eval_shape(call.call_layers, stage_types, call.x, call.others)
     call.written = {slot: as_type(x, call.staged.stages) for slot, x in written.items()}
     return call
@@ -234,6 +240,9 @@ class Part:
 
     Attributes:
       used: the positions of these inputs.
+
+    ``_outputs`` has the positions of the outputs, sorted, and ``_call`` is a function of the used
+    inputs that returns these outputs in this order.
     """
 
     def __init__(self, closed: Jaxpr, outputs: Iterable[int]):
@@ -344,7 +353,7 @@ class TracedLoss:
         """
 
         # Tracing this function also sets `self.call`, the call in this trace, and `self._sorted`,
-        # which says what the outputs are.
+        # which says what the outputs are. `make_jaxpr` below traces it once.
         def program(arrays: Arrays, results: Arrays, written: Arrays) -> list[list[Any]]:
             """Returns the outputs of the loss in five lists."""
             self.call = PipelineCall(results, dict(zip(call.written, written, strict=True)))
@@ -362,6 +371,7 @@ class TracedLoss:
                 [*self.call.layers.values()],
             ]
 
+        # The results of layers have the types of x, so `call.x` has the types of the results.
         inputs = [*arrays], call.x, [*call.written.values()]
         self.with_callbacks, outputs = jax.make_jaxpr(program, return_shape=True)(*inputs)
         self.closed = without_callbacks(self.with_callbacks, "it")
@@ -370,6 +380,7 @@ class TracedLoss:
         self.returned, new_values, self.x, self.others, self.layers = positions_of(outputs)
 
         # The maps between positions: new → old values of Variables, x → results, layers → written.
+        # Both lists of each pair are in the same order, so `zip` finds what belongs together.
         input_of_slot = {slot: i for i, slot in enumerate(slots)}
         old_values = [input_of_slot[slot] for slot in self._sorted.state.values()]
         self.state = dict(zip(new_values, old_values, strict=True))

@@ -20,9 +20,12 @@ as one sum for each shard of the rows (``shard_sums.py``) until all microbatches
 This module reads from the `TracedLoss` (all by position): the outputs ``x``, ``layers`` and
 ``others``, which are the layers' inputs; the outputs ``returned``, and ``state``, which maps each
 output that a Variable gets to the input with its old value; and the inputs ``results`` and
-``written``, which are the arrays that the layers return and write. A `Part` is some of the outputs,
-as a function of the inputs that they depend on (``used``). `refuse_loss` raises an error only if
-there are reasons.
+``written``, which are the arrays that the layers return and write. ``closed`` is the trace without
+callbacks, and ``with_callbacks`` is the trace with them. ``has_gradient`` says whether an output is
+floating-point or complex.
+
+A `Part` is some of the outputs, as a function of the inputs that they depend on (``used``).
+`refuse_loss` raises an error only if there are reasons.
 """
 
 from __future__ import annotations
@@ -46,7 +49,12 @@ class LossParts:
       split: the split targets, with the name of each, such as ``model.up.kernel``.
       split_fixed: the fixed outputs with a gradient that depend on split targets only, each with
         the name of one of these targets.
-      run_…: the parts. Each takes the inputs, by position, and returns its outputs, by position.
+      run_…: the parts. Each takes the inputs, by position, and returns its outputs, by position:
+
+        run_fixed, run_ending       the outputs in ``fixed``, and in ``ending``
+        run_prefix                  x, and the outputs in ``varying`` and ``early``
+        run_suffix                  what the loss returns, and the outputs in ``late``
+        run_…_with_gradients        the outputs in the attribute of this name, to differentiate
 
     ``_depends`` has for each output the positions of the inputs that it depends on.
     """
@@ -87,7 +95,8 @@ class LossParts:
         self.early = [i for i in early_or_late if i not in self.late]
 
         # The layers' inputs besides x are varying or fixed. The inputs of the loss that differ
-        # between microbatches and are known before the layers are the batch and early state.
+        # between microbatches and are known before the layers are the batch and early state. The
+        # layers' own arrays are fixed, because `_check` refuses a loss in which they are not.
         known_before = {*rows, *(loss.state[i] for i in self.early)}
         self.varying = self._dependent(loss.others, known_before)
         self.fixed = [*loss.layers, *(i for i in loss.others if i not in self.varying)]
@@ -101,6 +110,7 @@ class LossParts:
         # name of one target is enough, because reports only take the module from it.
         self.split_fixed = dict[int, str]()
         for i in self.fixed_with_gradients:
+            # There is at least one source, because `_dependent` has found it.
             sources = sorted(self._depends[i].intersection(targets))
             if all(source in split for source in sources):
                 self.split_fixed[i] = split[sources[0]]

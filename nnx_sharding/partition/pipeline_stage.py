@@ -19,7 +19,11 @@ Residuals have no positions. Their *number* is the index in the list that ``vjp`
 
 From other modules: `ShardSums.evaluate` runs a function that returns gradients, with the *wanted*
 gradients as one sum for each shard of the rows. A `Part` is some outputs of a trace as a function
-of the inputs that they depend on, and ``used`` has the positions of these inputs.
+of the inputs that they depend on, and ``used`` has the positions of these inputs. A part takes and
+returns dicts by the index of an input or output of its trace, and ignores other inputs. `LossParts`
+says which positions are fixed, varying, or have a gradient; its ``loss`` has the positions of
+``layers``, ``x`` and ``others``, the three groups of the layers' inputs. `call_layers` runs the
+layers of one stage, and returns their outputs, and by slot the arrays that they have written.
 """
 
 from __future__ import annotations
@@ -58,6 +62,9 @@ class TracedStages:
 
     def __init__(self, parts: LossParts):
         """Traces the layers of a loss.
+
+        Args:
+          parts: the parts of the loss, with the call of the pipeline.
 
         Raises:
           ValueError: a layer has a callback with side effects that returns something.
@@ -161,7 +168,11 @@ class TracedStages:
         return forward
 
     def _as_inputs(self, arrays: Mapping[int, Any]) -> dict[int, Any]:
-        """Returns arrays by their index among the inputs of the trace of the stages."""
+        """Returns arrays by their index among the inputs of the trace of the stages.
+
+        ``arrays`` are by position. Positions without an array are left out, because a part of the
+        trace needs only some inputs.
+        """
         return {n: arrays[i] for n, i in enumerate(self._inputs) if i in arrays}
 
     def forward(self, arrays: ByPosition) -> tuple[ByPosition, ByPosition, Residuals]:
@@ -201,7 +212,9 @@ class TracedStages:
           The gradients of x and of fixed inputs, by position, for those that have a gradient. They
           are (S, …); the wanted ones are shard sums.
         """
-        recomputed = self._recompute(self._as_inputs(fixed))  # by the index of the trace's output
+        # By the index of the trace's output. The fixed inputs are enough, because the constructor
+        # keeps each residual that depends on anything else.
+        recomputed = self._recompute(self._as_inputs(fixed))
         residuals = [  # all residuals, in the order of their numbers
             kept[number] if number in kept else recomputed[output]
             for number, output in enumerate(self._residuals)
