@@ -9,6 +9,13 @@ often has the number:
     num_heads = 8, head_dim = 64          the heads of queries, and the features of each head
 
 `QUERIES` and `KEYS` match names of projections: ``q_proj``, ``query``; ``k_proj``, ``value``.
+
+Parameters are listed as ``NamedVariable``: ``path``, ``shapes`` of its arrays, and
+``layer_dimensions``, the dimensions that are not stacked layers. ``Listing.modules`` yields the
+path and the index of each module of a flattened model (``flat``), whose ``objects`` are by index.
+
+From other modules: `axes_of` returns the mesh axes of an entry of a spec as a tuple, () for None.
+`pad_entries` returns the entries of a spec as a list, cut or filled with None to a rank.
 """
 
 from __future__ import annotations
@@ -60,11 +67,11 @@ def notes_of_split_heads(listing: Listing, specs: SpecsByPath, mesh: AnyMesh) ->
         module = modules.get(module_path)
         if not isinstance(module, nnx.Module):
             continue
-        shape, outputs = parameter.shapes[0], dimensions[-1]
+        shape, outputs = parameter.shapes[0], dimensions[-1]  # the dimension of the outputs
         axes = axes_of(pad_entries(spec, len(shape))[outputs])
         devices = math.prod(mesh.shape[axis] for axis in axes)
-        heads = _num_heads(module, name, size=shape[outputs])
-        if heads and heads % devices:
+        heads = _num_heads(module, name, size=shape[outputs])  # None if the module does not say it
+        if heads and heads % devices:  # without axes there is one device, which divides all
             over = ", ".join(map(repr, axes))
             notes[parameter.path] = (
                 f"its {heads} heads are split within a head over {over} ({devices}), so attention "

@@ -17,8 +17,13 @@ Variables that a block may write (all but parameters) hold a pending output unti
 by name. A block is known by its *tag*: the name of the argument of the user's function that holds
 it, and the path in this argument.
 
+A block is flattened (``Flat``) into its arrays, the ``leaves``, its ``objects`` (modules and
+Variables), and a ``structure`` that describes the rest.
+
 From other modules: `_compat.is_made_alike` says whether equal operations made two arrays of a trace
-from the same arrays.
+from the same arrays. `_compat.get_value` and `_compat.set_value` read and write the value of a
+Variable as it is, without hooks or checks. `Tag.accessor` is an expression for the module with a
+tag, such as ``model.blocks[3]``. `accessor` makes such an expression from a name and a path.
 """
 
 from __future__ import annotations
@@ -40,6 +45,8 @@ from .staged_layers import Further
 
 class _BlockCall(NamedTuple):
     """A call of a block that runs later.
+
+    The block is not changed until then, except that `hide` puts pending outputs in its Variables.
 
     Attributes:
       block: the block.
@@ -142,7 +149,16 @@ class BlockCalls:
 
 
 class PendingOutput:
-    """Stands for a value that a block returns or writes, before the last block is called."""
+    """Stands for a value that a block returns or writes, before the last block is called.
+
+    Any use but as the input of the next block raises an error. Its private attributes:
+
+        _calls     the calls of the list that the block is in
+        _number    the number of calls up to the one that returned this output, so it is the index
+                   of the next block
+        _problem   what the block does, for the error about a use, such as "may write this Variable"
+        _element   the index of this element in the tuple that the block returns; None for the whole
+    """
 
     def __init__(
         self, calls: BlockCalls, number: int, problem: str = "", element: int | None = None
@@ -194,6 +210,7 @@ _OPERATORS = (
 for _name in _OPERATORS.split():
     setattr(PendingOutput, f"__{_name}__", PendingOutput._refuse)
 
+# The error about a use of blocks: the expression for a block, and what the block does wrong.
 _HOW_TO_CALL = (
     "pipeline: {} {}. The blocks of an nnx.List run when its last one is called: each has to get "
     "what the one before returned, as it is, once, and equal further arguments, as in "

@@ -33,9 +33,23 @@ on all stages, and each stage takes the rows of its microbatch. `StagedLayers`
 other arrays, and may change their Variables; `write_back` then writes the changed arrays to the
 original.
 
+Methods of `StagedLayers` that the loop uses: ``to_stages`` puts the array of a slot, (L, …), on the
+stages, (S, R, D, …), and ``from_stages`` puts such an array back in the order of the layers.
+``send`` moves each stage's array to the next stage. ``constrain`` and ``constrain_rows`` shard
+(S, …) and (S, rows, …). ``row_entry`` is a list with the entry of a spec for rows; it is empty if
+rows are whole. ``call_layers`` calls D layers.
+
 The schedule is the one of GPipe (Huang et al., 2019, arXiv:1811.06965), with the repeats of
 Megatron-LM (Narayanan et al., 2021, arXiv:2104.04473). Its form as one program is the one of GSPMD
 (Xu et al., 2021, arXiv:2105.04663, section 3.3).
+
+From other modules: `take` returns the part of an array at an index, without the indexed dimension.
+`flatten_layer` returns the ``Flat`` of layers. `with_arrays` makes new layers with other arrays in
+some slots. `replace_slots` returns a list of leaves with others in some slots. `captures` returns
+the indices of the objects in which ``nnx.capture`` collects sown values. `pass_tags` gives the tags
+of modules to the modules of a copy. `name_axis` adds or removes the name of the dimension of layers
+in metadata. `layer_axes` returns the axes of ``vmap`` over layers: 0, but None for Variables that
+all layers share. `Carry` marks the carry of a ``scan``.
 """
 
 from __future__ import annotations
@@ -72,7 +86,7 @@ class PipelineLoop:
 
     Its private attributes:
 
-        _staged         the layers; it moves arrays to the stages, and between them
+        _staged         the layers on their stages (`StagedLayers`), with the arguments of the call
         _sizes          S, M and R, and how many items and ticks there are
         _has_rows       for each leaf in the further arguments whether it has rows
         _call_stages    calls the layers of all stages: ``(layers, x, stages, tick) → x``
@@ -125,9 +139,12 @@ class PipelineLoop:
         inputs = jax.tree.map(lambda parts: parts[:, 0], buffer)  # (S, rows, …)
         # The layers are the same object in each tick, which updates their Variables.
         ticks = scan(self.run_tick, in_axes=(None, Carry, 0), out_axes=Carry, **LAYER_OPTIONS)
+        # The first stage has stored the results in its buffer; what was sent last is not needed.
         buffer, _ = ticks(layers, (buffer, inputs), jnp.arange(self._sizes.ticks))
         old = {slot: flat_before.leaves[slot] for slot in slots}
         write_back(flat, flatten_layer(layers), old, lambda _, leaf: staged.from_stages(leaf))
+        # `write_back` leaves out what layers have sown, because the copy sows into the same
+        # Variables of `nnx.capture` as the layers.
         self._collect_sown(rows)
         return jax.tree.map(_join_rows, buffer)
 
@@ -176,10 +193,14 @@ class PipelineLoop:
         old = {slot: take(flat.leaves[slot], repeat, axis=0) for slot in staged.slots}
         group = _copy_layers(flat, old, staged.stack, nnx.spmd.remove_axis)
         args, kwargs = self._split_further.of_microbatch(microbatch)
+        # This may write other arrays to the Variables of the copy.
         out = staged.call_layers(group, x, args, kwargs)
 
         def put_into_repeat(slot: int, new: jax.Array) -> jax.Array:
-            """Returns the stage's array, (R, D, …), with a new array of the copy, (D, …), in it."""
+            """Returns the stage's array, (R, D, …), with a new array of the copy, (D, …), in it.
+
+            A stage without an item keeps its old array.
+            """
             kept = jnp.where(has_item, new, old[slot])
             return _put(flat.leaves[slot], kept, repeat, axis=0)
 
@@ -270,7 +291,11 @@ class PipelineLoop:
 
 
 class _SplitFurther:
-    """The further arguments of layers; arrays with rows are split into microbatches."""
+    """The further arguments of layers; arrays with rows are split into microbatches.
+
+    ``_leaves`` and ``_treedef`` are the flattened arguments, in which modules are leaves.
+    ``_microbatches`` has the arrays with rows, (M, rows, …), by the position of the leaf.
+    """
 
     def __init__(
         self,

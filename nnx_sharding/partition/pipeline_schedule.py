@@ -10,7 +10,14 @@ From other modules: `BlockCalls.add` returns the pending output of a block, or N
 block of the list. `calls_before` returns the calls of the blocks before, and raises an error if x
 is not the output of the block before. `mesh_in_trace` returns a mesh with the axis types that it
 has in the current trace. `write_back` writes the arrays that changed in a copy of layers to the
-original. `raise_if_any` raises an error only if there are lines.
+original. `further_leaves` lists the leaves in further arguments (`FurtherLeaf`), each with the name
+of the layer's ``parameter``, an expression for the leaf (``accessor``), and its ``value``.
+`captures` returns the indices of the Variables in which ``nnx.capture`` collects sown values.
+`modules_in` yields the path and the module for a module and all modules in it. `axes_of_type`
+returns the axes of a mesh that have a type. `warn_or_raise` warns, because ``strict`` is False
+here. `raise_if_any` raises an error only if there are lines. `RUNNING` says whether a call is
+within a pipeline. `PIPELINE_CALL` has the object that takes the place of a pipeline's call while
+``accumulate_gradients`` traces a loss, and None otherwise.
 """
 
 from __future__ import annotations
@@ -159,8 +166,9 @@ class Schedule(PipelineSizes):
             # 1. The mesh of the call, and the sizes of the pipeline on it.
             call_mesh = mesh_in_trace(mesh)
             schedule = self._on_mesh(call_mesh, len(module))
-            _check_axis_types(call_mesh, x)
-            # With 1F1B, `accumulate_gradients` traces the loss of one microbatch.
+            _check_axis_types(call_mesh, x)  # refuses axes that the loop cannot run with
+            # With 1F1B, `accumulate_gradients` traces the loss of one microbatch, so the rows are
+            # not split again.
             is_in_accumulation = PIPELINE_CALL.get() is not None
             if is_in_accumulation:
                 schedule = dataclasses.replace(schedule, microbatches=1)
@@ -212,7 +220,7 @@ class Schedule(PipelineSizes):
         )
         noted_call = PIPELINE_CALL.get()
         if noted_call is not None:
-            return noted_call.run(staged, call.x)
+            return noted_call.run(staged, call.x)  # runs no layers
         return PipelineLoop(staged, call.has_rows).run(call.x)
 
     def _run_blocks(self, blocks: nnx.List[Any], call: _LayersCall) -> Any:
@@ -323,7 +331,7 @@ class Schedule(PipelineSizes):
                 f"pipeline: microbatches={count} is less than the {self.stages} stages; with "
                 "repeats, the last stage would not be done when the first one goes on."
             )
-        _check_captures(layers)
+        _check_captures(layers)  # refuses layers that have sown already, and perturbations
         further_with_rows = [*itertools.compress(further, has_rows)]
         leaves, _ = jax.tree_util.tree_flatten_with_path(x)
         shapes = {f"x{jax.tree_util.keystr(keys)}": jnp.shape(leaf) for keys, leaf in leaves}
@@ -370,7 +378,10 @@ class Schedule(PipelineSizes):
         return path[:-1] if self.blocks else path
 
     def report_unscheduled(self, module: str) -> None:
-        """Warns that the layers of a module, given by its name, ran, but not in stages."""
+        """Warns that the layers of a module, given by its name, ran, but not in stages.
+
+        Tracing calls this when the call of the user's function has ended.
+        """
         remedy = "Call its blocks one after the other: for block in blocks: x = block(x)."
         if not self.blocks:
             remedy = (
@@ -539,7 +550,7 @@ def _explain_changed_arguments(further: Further) -> Iterator[None]:
     except _compat.TraceContextError as error:
         lines = []
         for leaf in further_leaves(further):
-            if not _compat.is_graph_object(leaf.value):
+            if not _compat.is_graph_object(leaf.value):  # neither a module nor a Variable
                 continue
             flat = flatten_layer(leaf.value)
             for location in locations_of(flat):

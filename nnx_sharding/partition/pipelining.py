@@ -9,9 +9,19 @@ A *stack* in this module is the object that has the layers of one pipeline: a ``
 layers in one module, the attribute ``layers``, with arrays (L, …). A list has a module for each
 layer.
 
-From other modules: `shard_largest` returns the spec unchanged if the axis divides no dimension.
-`layer_differences` returns a line of text for each difference, none if layers are equal.
-`raise_if_any` raises an error only if there are lines.
+Parameters are listed as ``NamedVariable``: ``path``, ``name`` (the path as a text), ``variable``
+(or a bare array), and ``shape`` (None if the shapes of its arrays differ).
+
+From other modules: `mesh_and_axis` returns the mesh and the axis, or raises an error. `base_specs`
+returns the specs that the strategy adds to, by path. `activations_of` returns how ``base`` shards
+activations, and ``extended`` a copy of that with more filters. `remarks_on` makes texts for
+reports, and `with_optimizer` makes the ``StateSharding`` that the strategy returns. `modules_in`
+yields the path and the module for a model and all modules in it, outer ones first. `parameters_of`
+returns the names of the parameters of a layer's ``__call__``. `shard_largest` returns the spec
+unchanged if the axis divides no dimension. `pad_entries` returns the entries of a spec as a list,
+cut or filled with None to a rank. `layer_differences` returns a line of text for each difference,
+none if layers are equal. `raise_if_any` raises an error only if there are lines. `warn_or_raise`
+warns, because ``strict`` is False here.
 """
 
 from __future__ import annotations
@@ -188,7 +198,7 @@ def pipeline(
         interleaves=_is_1f1b(schedule, repeats),
     )
     stacks, activations = _find_stacks(model, sizes), activations_of(base)
-    _check_names(stacks, names)
+    _check_names(stacks, names)  # raises an error for an unknown name in `rows`
     # The schedule raises the same error, but only when the first call is traced.
     if activations.prefetch or any(getattr(x, "prefetch", 0) for x in stacks.values()):
         raise ValueError(NO_PREFETCH)
@@ -196,7 +206,7 @@ def pipeline(
     # The layers get specs, in `specs`, and calls of the layers get the schedule, in `filters`.
     parameters = variables(model)
     specs = base_specs("pipeline", parameters, base, mesh)
-    block_specs = _shard_layers(specs, model, stacks, axis, mesh)
+    block_specs = _shard_layers(specs, model, stacks, axis, mesh)  # changes `specs`
     filters = {}
     for path, module in stacks.items():
         blocks = len(module) if isinstance(module, nnx.List) else 0
@@ -300,6 +310,7 @@ def layers_of(model: object) -> tuple[dict[Path, Any], list[str]]:
         return stacks, []
     lists, differences = dict[Path, Any](), list[str]()
     for path, module in modules.items():
+        # Lists in the blocks of a list are left out. `_blocks_of` is empty for most modules.
         blocks = [] if _is_inside(path, lists) else _blocks_of(module)
         if len(blocks) < 2:  # one block alone is no pipeline
             continue
@@ -332,7 +343,11 @@ def _differences_of_blocks(path: Path, blocks: Sequence[Any]) -> list[str]:
 
 
 def _find_stacks(model: object, schedule: Schedule) -> dict[Path, Any]:
-    """Returns the stacks of a model, by path.
+    """Returns the stacks of a model, by path; never empty.
+
+    Args:
+      model: the model.
+      schedule: the sizes of the pipeline.
 
     Raises:
       ValueError: there are none, stages times repeats do not divide their layers, or layers share

@@ -19,8 +19,13 @@ with other arrays in some slots, and keeps their other Variables. `replace_slots
 leaves with others in some slots. `captures` returns the indices of the objects in which
 ``nnx.capture`` collects sown values. `pass_tags(original, copy)` lets activation shardings know the
 modules of a copy as the originals. `layer_axes` returns the axes of ``vmap`` or ``scan`` over
-layers: 0, but None for Variables that all layers share. `traced_slots` returns the slots of the
-leaves that JAX traces, which flags are not.
+layers: 0, but None for Variables that all layers share. `loop_of_calls` returns a loop that calls
+layers one after the other. `locations_of` lists where the arrays of layers are: the path in a
+layer, and the slots. `stacked_slots` returns the slots of the arrays that have a dimension for the
+layers. `unflatten` makes new objects, whose ``root`` is the flattened tree. `traced_slots` returns
+the slots of the leaves that JAX traces, which flags are not. `update_operations` lists the
+operations that bring objects to a new state, and `perform` runs them. `spec_axes` returns the mesh
+axes that a spec names, `axes_of` those of one entry, and `keep_axes` a spec without other axes.
 """
 
 from __future__ import annotations
@@ -104,12 +109,13 @@ class StagedLayers:
       mesh: the mesh of the call.
       row_entry: the entry of a spec for a dimension of rows, in a list; empty if they are whole.
       depth: how many layers a stage calls at once, D.
-      flat: the layers, flattened: their arrays are (L, …).
+      flat: the layers, flattened: their arrays are (L, …). `write_layers` writes to its objects.
       slots: the slots of the arrays of which each layer has its own.
       call_layers: calls a group of layers, ``(layers, x, args, kwargs) → x``.
 
     ``_specs`` has for each slot the spec of the array of one layer. The spec is ``P()`` unless the
-    layers are the blocks of a list, whose arrays may be sharded over the stages.
+    layers are the blocks of a list, whose arrays may be sharded over the stages. ``_other_arrays``
+    has the slots of the arrays that layers get besides their own, found at the first use.
     """
 
     def __init__(
@@ -171,7 +177,8 @@ class StagedLayers:
         """Writes arrays, (S, D, …) by slot, to the layers; for one repeat."""
         flat_copy = flatten_layer(with_arrays(self.flat, arrays))
         old = {slot: self.flat.leaves[slot] for slot in arrays}
-        # The arrays are put in order: (S, D, …) → (S, 1, D, …) → (L, …).
+        # The arrays of the copy, (S, D, …), have another shape than those of the layers. They are
+        # put in order: (S, D, …) → (S, 1, D, …) → (L, …).
         write_back(self.flat, flat_copy, old, lambda _, leaf: self.from_stages(leaf[:, None]))
 
     @functools.cached_property
@@ -310,6 +317,7 @@ class StagedLayers:
         # stages, so each stage has a part of all L layers. A stage sends each other stage the parts
         # of that stage's layers, and gets the missing parts of its own layers: on one of S stages,
         # (L, …, n/S, …) → (L/S, …, n, …). For this, layers are put in the order of stages.
+        # There is one such dimension, because a spec names an axis once.
         [dimension] = [i for i, entry in enumerate(spec.partitions) if axis in axes_of(entry)]
         other_axes = keep_axes(spec, axes - {axis})
         move: Callable[[jax.Array], jax.Array] = jax.shard_map(
@@ -369,6 +377,7 @@ def write_back(
         pairs = zip(structure.slots[index], flat_copy.structure.slots[index], strict=True)
         for slot, slot_in_copy in pairs:
             copy_leaves[slot] = flat_copy.leaves[slot_in_copy]
+    # By the slots of the layers, the arrays to write. All others are the same as before.
     new = {
         slot: in_form(slot, copy_leaves[slot])
         for slot, old_leaf in old.items()
@@ -380,4 +389,5 @@ def write_back(
         if isinstance(structure.entries[index], VariableEntry) and not new.keys().isdisjoint(slots)
     ]
     leaves = replace_slots(flat.leaves, slots=new.keys(), arrays=new.values())
+    # Everything new is made before the first Variable changes, so an error changes none of them.
     perform(update_operations(structure, leaves, flat.objects, variables_to_write))

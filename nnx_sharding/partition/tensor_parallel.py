@@ -15,9 +15,17 @@ and ``layers`` (which dimensions are stacked layers). Dimensions of a style coun
 ambiguous. ``known`` has the parameters by a key: the id of a Variable, or the path of a bare array
 (`_key_of`). ``before`` has the specs that the strategy adds to, by path.
 
-From other modules: `rules_of_layer` returns no rules for most modules. `shard_dimension` returns
-None if the axes cannot be added to the dimension. `notes_of_split_heads` returns notes about
-projections whose spec splits a head.
+A ``Listing`` is the flattened model with its parameters, ``variables``. `Listing.modules` yields
+the path and the index of each module, and `Listing.below` the Variables and bare arrays in a
+module, with their paths in it.
+
+From other modules: `rules_of_layer` returns the rules of a module, none for most modules, and the
+attributes that they are for. `shard_dimension` returns None if the axes cannot be added to the
+dimension. `base_specs` returns the specs that the strategy adds to, by path. `activations_of`
+returns how ``base`` shards activations. `axes_of` returns the mesh axes of an entry of a spec as a
+tuple, () for None. `ambiguous_layers` returns the note for a parameter with ambiguous layers.
+`notes_of_split_heads` returns notes about projections whose spec splits a head. `remarks_on` makes
+texts for reports of notes and roles, and `with_optimizer` makes the ``StateSharding``.
 """
 
 from __future__ import annotations
@@ -166,9 +174,13 @@ class _ShardedLayers:
       row_layers: the paths of layers whose outputs are sums over the axes, by the path of the
         deciding parameter. The rule of attention replaces the entries of its linear layers.
 
-    For :meth:`notes`, ``_covered`` has the paths of all parameters for which there is a rule. If no
-    style fits a layer, ``_undivided`` has for each of its parameters the sizes that were tried and
-    that the axes do not divide.
+    Its private attributes:
+
+        _mesh, _axes    the mesh, and the axes of it that the strategy shards over
+        _before         the specs of ``base``, by path, to which the axes are added
+        _covered        the paths of all parameters for which there is a rule, for :meth:`notes`
+        _undivided      by path, for the parameters of layers that no style fits: the sizes that
+                        were tried and that the axes do not divide
     """
 
     def __init__(self, mesh: AnyMesh, axes: Sequence[AxisName], before: SpecsByPath):
@@ -200,8 +212,10 @@ class _ShardedLayers:
         )
         self.specs.update(specs)
         for path in specs:
-            # A rule of a layer within this one no longer counts.
+            # The rule of a layer within this one has set entries for these paths before. It no
+            # longer counts.
             self.row_layers.pop(path, None)
+        # If no style fits, the specs are those of `base`, and the parameters have no role.
         self.roles.update(dict.fromkeys(specs, "" if style is None else style.role))
         for key, parameter in parameters.items():
             # The rule for a layer of Flax (no attributes) is for all parameters in it. The rule for
