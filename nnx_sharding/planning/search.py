@@ -18,6 +18,12 @@ lists the names of the programs that fit into memory, best first. ``figures`` ha
 each program by column, and the column ``roofline`` is the estimated time of a step.
 `Arguments.with_rows` returns the arguments with another batch. `memory_of` returns None if the
 memory of a program is unknown. Candidates with an equal `Prediction.key` shard everything alike.
+`Prediction.seconds` returns the time of each resource by its name. `products_of` returns None if
+the step cannot be traced for one device. `chains` returns the calls of a strategy by the text of
+the choice of options, and `Arguments.shard` applies the calls: it returns the shardings, and the
+``lines`` and the ``text`` of the recipe that makes them. The ``roofline`` of a report has the
+estimated seconds of each resource (``times``), of the step (``estimate``), and of exposed
+communication (``exposed_s``).
 """
 
 from __future__ import annotations
@@ -96,6 +102,13 @@ class Search:
       ruled_out: name → the reason why the candidate is not compiled.
       smallest: the candidate with the smallest arguments and the bytes of these, whether they fit
         or not. None until a candidate was predicted.
+      _added: name → variant, for the variants that the search has added.
+      _varied: the names of the candidates that `_claim_variation` was called for.
+      _first_of: the statements, the rows and the shardings of a program → the name of the first
+        candidate with these. Later candidates with these are ruled out.
+      _families: (strategy, mesh, variant) → rows of the batch → the names of the candidates that
+        `add` did not rule out. An empty list says that these rows were tried in vain.
+      _products: variant → its products; None if the step cannot be traced for one device.
     """
 
     variants: Sequence[Variant]
@@ -113,13 +126,10 @@ class Search:
     def __post_init__(self) -> None:
         # The attributes below are notes of the search itself, so they are no fields.
         self.smallest: Needs | None = None
-        self._added: dict[str, Variant] = {}  # name → variant that the search has added
-        self._varied = set[str]()  # the names of candidates that `_claim_variation` was called for
-        # The statements, the shardings and the rows of a program → the first candidate with these.
+        self._added: dict[str, Variant] = {}
+        self._varied = set[str]()
         self._first_of: dict[tuple[Any, ...], str] = {}
-        # (strategy, mesh, variant) → rows of the batch → the names of candidates.
         self._families: dict[tuple[str, Mesh, Variant], dict[int, list[str]]] = {}
-        # Variant → its products; None if the step cannot be traced for one device.
         self._products: dict[Variant, Products | None] = {}
 
     def add(self, strategy: str, mesh: Mesh, variant: Variant, rows: int = 0) -> None:
@@ -194,7 +204,7 @@ class Search:
         prediction: Prediction,
         products: Products | None,
     ) -> None:
-        """Adds a candidate that may be compiled.
+        """Adds a candidate to ``entries``, and the function that lowers it to ``programs``.
 
         Args:
           candidate: the candidate.
@@ -368,7 +378,11 @@ class Search:
 
     @property
     def _has_started_half(self) -> bool:
-        """Whether half of the programs that may be compiled (``most``) were started."""
+        """Whether half of the programs that may be compiled (``most``) were started.
+
+        A program that is started is removed from ``programs``. Candidates that were ruled out after
+        they were added are removed as well, so they count as started.
+        """
         started = len(self.entries) - len(self.programs)
         return self.most is not None and 2 * started >= self.most
 
@@ -447,7 +461,11 @@ class Search:
         self.ruled_out[name] = why
 
     def _rule_out_slow(self, comparison: Comparison) -> None:
-        """Rules out candidates whose products alone take as long as the best step that fits."""
+        """Rules out candidates whose products alone take as long as the best step that fits.
+
+        The time of the best step is an estimate (``roofline``). The time of the products is a lower
+        bound (``least``), so such a candidate cannot be faster than the estimate.
+        """
         times = (comparison.figures[name]["roofline"] for name in comparison.fitting)
         best = min((time for time in times if time is not None), default=math.inf)
         for name in [*self.programs]:
@@ -491,6 +509,7 @@ class Search:
             if not variant.arguments.rows:  # the arguments of this step have no batch
                 continue
             while True:
+                # 0 if this family has no chance to fit a larger batch than ``best``.
                 rows = self._next_rows(
                     names_by_rows, comparison=comparison, fitting=fitting, best=best
                 )
@@ -529,7 +548,8 @@ class Search:
         largest_fitting, smallest_failing = 0, math.inf
         fitting_name = ""
         for rows, names in names_by_rows.items():
-            # A candidate that is ruled out is the same program as a candidate of another family.
+            # `add` lists no candidate that it rules out. Those that were ruled out later are never
+            # compiled, so the reports need not have them.
             eligible = {*names} - self.ruled_out.keys()
             fitting_names = sorted({*names} & fitting)
             is_compiled = (
@@ -603,6 +623,16 @@ class _Corrections:
 
     The predicted bytes are increased by the least that any candidate of the variant needed besides
     its arguments. A mean would take some candidates that fit for candidates that do not.
+
+    Args:
+      entries: name → candidate, for all candidates.
+      reports: name → the report, for the candidates that were compiled so far.
+
+    Attributes:
+      _bytes: the name of a variant → the least bytes that a candidate of this variant needed
+        besides its arguments. A variant without a compiled candidate is missing.
+      _mean_ratios: group of candidates → resource → the mean ratio of compiled to predicted time.
+      _mean_shares: group of candidates → the mean share of communication that was exposed.
     """
 
     def __init__(
@@ -610,9 +640,9 @@ class _Corrections:
         entries: Mapping[str, PredictedCandidate],
         reports: Mapping[str, ProgramReport | Failure],
     ):
-        # Name of a variant → the least bytes that a candidate needed besides its arguments.
         self._bytes: dict[str, int] = {}
-        # Group of candidates → resource → the ratios of its members.
+        # Group of candidates → resource → the ratios of its members. A candidate belongs to three
+        # groups (`_groups`).
         ratios: defaultdict[tuple[str, ...], defaultdict[str, list[float]]]
         ratios = defaultdict(lambda: defaultdict(list))
         # Group of candidates → the shares of communication that were exposed.

@@ -12,7 +12,14 @@ takes and returns several.
 An array may differ by its *limit*, the sum of two errors: `Rounding` derives the rounding error of
 the array's own last sum, and `Spread` measures how the errors of earlier values move the array.
 
-From other modules: `largest_difference` returns 0 for equal arrays (equal NaN included) and NaN if
+Methods that describe what is wrong return a text or a list of lines, which is empty if nothing is
+wrong. Only `_first_wrong_owner` always returns a text.
+
+From other modules: an `Outcome` is what one call of a step computed: ``arrays`` (the returned
+arrays and those of the arguments, by expression), ``sites`` and ``values``. `RESULT` is the
+beginning of the expressions for returned arrays. `numbers` returns an array as float64 or
+complex128. `Rounding.of_array` returns the rounding error of an array, as an absolute number.
+`largest_difference` returns 0 for equal arrays (equal NaN included) and NaN if
 only one of two elements is NaN; `distance_of_shards` returns None if no layout of the shards has
 the shape of the array.
 """
@@ -74,6 +81,9 @@ class Spread:
     square, over the runs, of its largest difference in a run. The estimate is NaN where only one
     of two runs is NaN. The key of an array is its name. The key of a record is (number of the site,
     backward, number of the call in a loop).
+
+    Attributes:
+      _mean_squares: key of an array or a record → the mean square. Keys without one stand for 0.
     """
 
     def __init__(self, exact: Outcome, rounded: Iterable[Outcome]):
@@ -115,7 +125,17 @@ class _MaskPair(NamedTuple):
 class Comparison:
     """Compares a call of a step on a mesh with the same call on one device.
 
-    The call on one device runs exactly, and with rounding errors for the limits.
+    The call on one device runs exactly, and with rounding errors for the limits. The steps have
+    run before: this class only compares.
+
+    Attributes:
+      _on_device: what one device computed in the exact run.
+      _on_mesh: what the mesh computed.
+      _spread: how far rounding errors of earlier values moved each array and record of one device,
+        by the keys of `Spread`.
+      _rounding: the rounding errors of the last sum of each array.
+      _before: the numbers of the arguments' arrays before the call, by the names of arrays.
+      _mesh: the mesh, whose axes the descriptions name.
     """
 
     def __init__(
@@ -142,7 +162,12 @@ class Comparison:
         self._before, self._rounding, self._mesh = before, rounding, mesh
 
     def _limit(self, x: Array, key: Any) -> float:
-        """Returns by how much an array may differ from ``x``, its value on one device."""
+        """Returns by how much an array may differ from ``x``, its value on one device.
+
+        Args:
+          x: the array on one device.
+          key: the key of the array or record in `Spread`.
+        """
         return self._rounding.of_array(x) + QUANTILE * self._spread[key]
 
     def differences(self) -> list[str]:
@@ -185,7 +210,8 @@ class Comparison:
             return ""
         line = f"  {name}: {error}"
         # The changes of the array are compared, because a sum over the wrong axes multiplies what
-        # the step adds to an array, not the array.
+        # the step adds to an array, not the array. An array that the step returns was not there
+        # before, so its change is the array itself.
         start = self._before.get(name, np.zeros_like(expected))
         line += _multiple(numbers(array) - start, expected - start, limit, self._mesh)
         unequal = _unequal_replicas(array, shards, limit)

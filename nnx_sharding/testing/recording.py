@@ -9,6 +9,12 @@ device has a value of its own. Otherwise a site has one value for the whole arra
 A *handler* finds the calls of modules: within `with_handler`, a call of a method goes to the
 handler instead. `jit` has a handler of its own. It constrains activations, and sets ``FRAME`` to
 the call that runs, with the expression for the module in ``tag.accessor``.
+
+From other modules: `arrays_in` lists the arrays of a pytree except those in modules.
+`own_variables` yields the Variables of a module, but not those of its submodules and no random
+state. `arrays_of` returns all arrays by expression, those in modules too. `Rounding.relative`
+returns the rounding error of a dtype relative to a value, and `rounded` changes an array by such an
+error. `type_spec` returns None if no axis of the array's mesh is Explicit.
 """
 
 from __future__ import annotations
@@ -87,6 +93,17 @@ class RecordedStep:
 
     A *site* is one array that one call of a module takes or returns. Sites are numbered while the
     step is traced, so a number means the same on all meshes.
+
+    Attributes:
+      _fun: the step, jitted for the mesh, with records of the calls of its modules.
+      _signature: the signature of the step, which names the arguments.
+      _mesh: the mesh.
+      _is_dropping: whether dropouts drop elements on Manual axes too.
+      _rounding: the rounding errors of the current run; None for none. The compiled program reads
+        this attribute in each run, and only on one device.
+      _calls: a record that only makes `jit` set ``FRAME`` for every module.
+      _sites: all sites by number. The first call fills the list, because it traces the step.
+      _kept: what the callbacks of the current call got, by site. Each call starts a new dict.
     """
 
     def __init__(
@@ -115,15 +132,13 @@ class RecordedStep:
 
         self._signature, self._mesh = inspect.signature(step), mesh
         self._is_dropping = is_dropping
-        # On one device, the program changes the arrays between modules by errors of this size. It
-        # asks for the size in each run. None means no errors.
         self._rounding: Rounding | None = None
         # Nothing is donated: arguments are compared after the call, and passed to the next one.
         kept = {name: x for name, x in options.items() if not name.startswith("donate_")}
         self._fun = jit(recorded_step, mesh=mesh, **kept)
         self._calls = Calls()  # `jit` sets `FRAME` for all modules only where calls are recorded
-        self._sites: list[Site] = []  # filled by the first call, which traces the step
-        self._kept: Kept = {}  # filled by the callbacks of each call
+        self._sites: list[Site] = []
+        self._kept: Kept = {}
 
     def __call__(self, args: Any, rounding: Rounding | None = None) -> Outcome:
         """Runs the step, and returns what it computed.
@@ -226,7 +241,12 @@ class RecordedStep:
         """Returns the same tree, whose arrays and their gradients the program records.
 
         Each array becomes a site of its own. The program records the gradients of the returned
-        arrays, so the caller has to use these instead of the given ones.
+        arrays, so the caller has to use these instead of the given ones. Random keys are no sites,
+        and are returned as they are.
+
+        Args:
+          site: the description that all sites of the tree get.
+          tree: a pytree of arrays and modules.
         """
 
         def record_array(x: Any) -> Any:

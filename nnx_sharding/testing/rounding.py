@@ -44,10 +44,10 @@ QUANTILE = 6.442
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """The relative rounding errors of a step."""
+    """The sizes of the rounding errors of a step's arrays."""
 
-    longest_sum: int
-    devices: int
+    longest_sum: int  # the number of terms in the longest sum of the step
+    devices: int  # the number of devices of the mesh
     # The user's relative tolerance, which replaces the error of an array's own last sum.
     tolerance: float | None = None
 
@@ -65,8 +65,9 @@ class Rounding:
         return unit * math.sqrt(self.devices) + accumulator * math.sqrt(self.longest_sum)
 
     def of_array(self, x: Any) -> float:
-        """Returns the error of an array's own last sum, relative to its largest element.
+        """Returns the error of an array's own last sum, as an absolute number; 0 for exact types.
 
+        It is the relative error, or the user's tolerance, times the size of the largest element.
         Infinities, NaN, and numbers that stand for infinity, such as ``finfo.min`` in masks, do not
         count as the largest element, because any error of the other elements would be allowed then.
         """

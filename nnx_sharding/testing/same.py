@@ -148,7 +148,15 @@ def assert_same(
 
 
 class _Reference:
-    """Runs the step on one device, exactly and with rounding errors, to compare a mesh with it."""
+    """Runs the step on one device, exactly and with rounding errors, to compare a mesh with it.
+
+    Attributes:
+      rounding: the sizes of the rounding errors of the step's arrays.
+      _run: the step, recorded on the mesh of one device. It serves exact and rounded runs.
+      _args: the arguments of the exact run. Each call changes modules and optimizers in them.
+      _rounded_args: `SAMPLES` copies of the arguments with random rounding errors, for one run
+        each. Each call changes these copies too, so they keep their errors in the next call.
+    """
 
     def __init__(
         self,
@@ -179,7 +187,6 @@ class _Reference:
         self._run = RecordedStep(step, device_mesh, device_options)
         self._args = copied(args)
         traced = jit(step, mesh=device_mesh, **device_options).trace(*self._args)
-        # `rounding` knows the errors of types and of the longest sum.
         self.rounding = Rounding.of(traced.jaxpr, mesh.size, tolerance)
         # These copies have random errors of that size. The results on the mesh may differ from the
         # results of one device as far as these errors move the latter (`Spread`).
