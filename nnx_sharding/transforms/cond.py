@@ -239,13 +239,18 @@ class _Switch(InnerTransform):
 class _Branches:
     """The branches for operands of some types, and what each does, as its last trace shows.
 
+    JAX calls ``functions``, which fill the records when they are traced. After that, `outputs` can
+    say what the call did. A kept ``_Branches`` serves later calls without a trace, by its records.
+
     Attributes:
       functions: the functions that JAX gets, one for each branch. Each takes the list of operands
         (the leaves that JAX traces), and returns the array in each slot after the branch.
+      _name, _labels: the name of the transform, and of each branch, for messages.
+      _plan, _function: the plan of the call, and its pure function, of all leaves.
       _static: the leaves that JAX does not trace, in pairs with their slots.
       _outcomes, _returned, _types: records of traces, by the number of the branch: what it did to
         objects, a text that describes what it returned, and the name and type of the array in each
-        slot after it.
+        slot after it. Equal branches have one record, under the number of the first of them.
     """
 
     def __init__(self, transform: _Switch, plan: Plan, function: Function, static: StaticLeaves):

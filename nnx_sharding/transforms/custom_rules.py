@@ -25,7 +25,11 @@ JAX runs a rule instead of the function, so the outcomes of both have to be equa
 From other modules:
 
     Plan          what is known before the trace: ``structure`` (all but the arrays) of the
-                  arguments, whose ``root`` is (positional, keywords), and their names
+                  arguments, whose ``root`` is (positional, keywords), and their names.
+                  ``graph_arguments`` has the modules and Variables in each argument
+    Outcome       besides ``structure`` and ``sources`` (the example): the indices of the Variables
+                  that the call changed (``values``, ``metadata``), and the changes of modules
+                  (``nodes``). A source in the group ``INPUT`` is an array that it did not change
     Caller        the call being traced; the pure function calls ``caller.fun``
     flatten       turns a pytree of objects into a ``Flat``: structure, ``leaves`` by slot, objects
     unflatten     makes new objects around leaves; ``root`` is their pytree
@@ -110,7 +114,8 @@ class _Call:
     To JAX, both are functions of one list: the arrays in ``slots``.
 
     Attributes:
-      transform: says which arguments are not differentiated.
+      transform: the options: ``nondiff`` has the positions of the arguments that are not
+        differentiated, ``filters`` pairs of another position and a filter.
       plan: what is known of the call before it.
       fun: the user's function.
       rules: his rules: forward and backward, or the one for tangents.
@@ -120,9 +125,12 @@ class _Call:
         and arrays that are not differentiated.
       differentiated: the slots of what is differentiated, by path, such as ``(0, "kernel")``. A
         path starts with the position among the differentiated arguments.
-
-    ``_caller`` is the call being traced, with the user's objects, and ``_function`` its pure
-    function.
+      _caller: the call being traced. Its ``objects`` are the user's, by index, until `run` ends;
+        then only static ones are left.
+      _function: the pure function of the call. It calls the function of the current `Caller`.
+      _arrays: the arrays in ``slots``; empty after `run`, so that JAX's rules keep none alive.
+      _outcomes: what the function and each rule did when it was last traced, by the user's function
+        or rule. All outcomes are equal in structure and sources, because `_trace` refuses others.
     """
 
     def __init__(self, transform: Custom, plan: Plan, function: Function, leaves: Sequence[object]):

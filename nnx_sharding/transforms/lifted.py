@@ -12,6 +12,12 @@ flattening.
 From other modules:
 
     make_plan     finds all that does not depend on the arrays; raises errors for wrong specs
+    Plan          ``program_for(fingerprint)`` returns the program that calls with this fingerprint
+                  share, and makes it for the first one; ``programs`` has these programs, by
+                  fingerprint; ``pure_function(fingerprint)`` is what JAX traces for it. For None,
+                  both methods make something new, which the plan does not keep.
+                  ``reached_from(objects)`` yields all but arrays that a function can reach from its
+                  arguments
     run           places arrays, runs the program, and writes back what the function changed
     Program       the forms of a program: ``top_level``, ``inline`` (in another trace), ``staged``
                   (to trace and lower), and ``traced_each_time``, without a fingerprint
@@ -84,14 +90,28 @@ class LiftedFunction(Generic[P, R]):
     Its private attributes:
 
         _fun, _transform   the user's function, and the transform that is applied to it
-        _modes             how graphs are treated: ``graph`` and ``updates``
+        _modes             how graphs are treated: the bools ``graph`` and ``updates``, which are
+                           keyword arguments of `make_plan`. None of them is None any more, because
+                           `lift` has read Flax's flags
+        _implicit          how many leading parameters the user's positions do not count: 1 for the
+                           ``self`` of ``jit(model.loss)``, otherwise 0
         _options           the arguments of ``__init__``, to wrap the function again (`__reduce__`)
-        _origin            the function that was bound, if this is a bound form; otherwise None
-        _bound             the objects to which it is bound: the first arguments of each call
-        _parameters        the parameters of the function, with their roles (static, donated)
-        _cache             what all wrappers of the function share: plans and the log of traces
-        _plans             the plans for the options of this wrapper
-        _guards            find the plans of earlier calls
+        _origin            the wrapper from which `__get__` made this bound form; None for a wrapper
+                           that is not bound
+        _bound             the objects to which it is bound: the first arguments of each call. Empty
+                           if it is not bound
+        _parameters        the parameters of the function, with their roles (static, donated);
+                           ``signature`` returns the names and roles of the arguments of one call
+        _cache             what all wrappers of the function share: plans, traced pure functions
+                           (``traced``) and the log of traces (``log``)
+        _plans             the plans that all wrappers with these options share. ``get_or_make``
+                           returns a plan, and whether it is new
+        _guards            the guards of these plans. ``find`` returns a plan and the flattened
+                           arguments, or None if no guard knows the arguments
+
+    In a call, `_find_plan` tries the guards, and then takes three steps: `_sort` finds the roles of
+    the arguments, `_split` flattens them, and `_plan` finds or makes the plan. `_choose_program`
+    follows. Subclasses run the program.
     """
 
     def __init__(
@@ -122,6 +142,7 @@ class LiftedFunction(Generic[P, R]):
         self._transform = transform
         self._modes = {"graph": graph, "updates": updates}
         self._implicit = implicit
+        # A subclass adds its own arguments, and `unjitted` reads the roles from here.
         self._options: dict[str, Any] = {"roles": roles, "implicit": implicit, **self._modes}
         self._origin: Self | None = None
         self._bound: tuple[Any, ...] = ()
@@ -336,7 +357,14 @@ class Lifted(LiftedFunction[P, R]):
     itself. As a method of a class it binds to its object; the bound form has all the methods below.
 
     Most calls never reach Python code of this class: ``__call__`` is in C (`guarded`), and calls
-    `_flattened` only if no guard knows the arguments.
+    `_flattened` only if no guard knows the arguments. Private attributes, besides those of
+    :class:`LiftedFunction`:
+
+        _trace_limit   the limit ``max_traces``, with the traces that it has allowed; None if there
+                       is no limit
+        _observer      is told of each trace: records it in the log of the function, and raises an
+                       error beyond the limit
+        _direct        the tuple that the call in C reads; see ``__init__``
 
     Example:
       >>> import jax.numpy as jnp

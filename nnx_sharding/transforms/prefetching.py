@@ -140,7 +140,7 @@ def _sharding_of_layer(
       shape: the shape of the Variable as the user has it.
       stacked_shape: the shape of the parameter of all layers of this loop: (layers, …).
     """
-    # This leaves out the dimensions of loops around this one; it infers them from the shapes.
+    # `spec_of_slice` leaves out the dimensions of loops around this one, as the shapes tell.
     entries = spec_of_slice(spec, shape, stacked_shape).partitions
     # The first dimension of the rest is that of the layers.
     return NamedSharding(mesh, PartitionSpec(*entries[1:]))
@@ -188,14 +188,25 @@ _PullBack: TypeAlias = Callable[[Arrays, object], _Inputs]
 class _Loop:
     """A loop over the layers, with its rule for the backward pass.
 
-    The step is traced once, to a jaxpr of flat arrays: the whole carry, then ``ready`` and ``rest``
-    of `_Inputs`. The arguments of the loop are four lists like those of `_Inputs`, for all layers:
-    ``constants``, the first ``carry``, ``shards`` (the parameters before they are gathered,
-    (layers, …)), and ``rest`` (layers, …).
+    The constructor traces the step to a jaxpr of flat arrays: the whole carry, then ``ready`` and
+    ``rest`` of `_Inputs`. `results` runs the loop. The arguments of the loop are four lists like
+    those of `_Inputs`, for all layers: ``constants``, the first ``carry``, ``shards`` (the
+    parameters before they are gathered, (layers, …)), and ``rest`` (layers, …).
 
-    Many arrays of a carry, such as a mask, never change. They are constants here. ``_is_changed``
-    says for each array of the carry whether steps change it, and the ``carry`` in `_Inputs` and in
-    the arguments has only the arrays that steps change.
+    Many arrays of a carry, such as a mask, never change. They are constants here. The ``carry`` in
+    `_Inputs` and in the arguments has only the arrays that steps change.
+
+    Attributes:
+      _gathers: the `Gather` of each parameter, in the order of ``shards`` and ``ready``.
+      _length: the number of layers.
+      _unroll: how many layers one iteration runs, as for ``jax.lax.scan``.
+      _jaxpr: the traced step, with the arrays that it captures as ``consts``. Its results are the
+        whole next carry, then the results of the layer, all flat.
+      _out_treedef: the structure of what the step returns, ``(carry, results)``.
+      _num_carried: the number of arrays in the whole carry.
+      _is_changed: for each array of the whole carry, whether a step changes it.
+      _initial: the whole first carry, flat.
+      _arguments: the arguments of the loop, the four lists above.
     """
 
     def __init__(
@@ -239,6 +250,7 @@ class _Loop:
         with PREFETCHED(names | (PREFETCHED.value or frozenset())):
             self._jaxpr, out = trace(initial, *first_slices)
             promoted = _promote_weak_types(initial, self._jaxpr.out_avals)
+            # An array that keeps its dtype is the same object. Then nothing is traced again.
             if any(x is not y for x, y in zip(initial, promoted, strict=True)):
                 initial = promoted
                 self._jaxpr, out = trace(initial, *first_slices)
@@ -303,7 +315,7 @@ class _Loop:
         carry = [next(changed if is_changed else unchanged) for is_changed in self._is_changed]
         # The captured arrays are given to the jaxpr here. Otherwise they would have no cotangents.
         step = jaxpr_as_fun(self._jaxpr.replace(consts=captured))
-        out = step(*carry, *inputs.ready, *inputs.rest)  # the arguments of `flat_step`
+        out = step(*carry, *inputs.ready, *inputs.rest)  # the lists of `flat_step`, flattened
         next_carry, results = out[: self._num_carried], out[self._num_carried :]
         pairs = zip(next_carry, self._is_changed, strict=True)
         return [x for x, is_changed in pairs if is_changed], results

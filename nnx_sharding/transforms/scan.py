@@ -20,7 +20,10 @@ describes it. A step has arrays in slots before and after it. From other modules
 
     Plan         what is known before the trace: ``structure`` of the arguments; the axes of leaves,
                  by slot (``specs``), and of the groups of outputs (``out_specs``): an ``Axis``,
-                 ``BROADCAST`` (no axis) or ``CARRY``; the ``index`` of the last two is None
+                 ``BROADCAST`` (no axis) or ``CARRY``; the ``index`` of the last two is None.
+                 ``updates`` says whether changes of structure are written back. Each of
+                 ``graph_arguments`` has the ``parts`` of an argument that are objects: the
+                 object's index (``child``), and its axis or StateAxes (``spec``), or None
     Outcome      what a step did: the ``structure`` after it, and a ``Source`` for each slot of that
                  structure. The source of an output is its group and position. The source of an
                  array that the step left unchanged is the group ``INPUT`` and its slot before
@@ -306,14 +309,20 @@ class Loop:
         third row).
       _places: the places of the arrays in objects that are not mapped to which a step may write,
         by slot.
-      _others: all other slots. `_can_carry` tells in each call which of them hold arrays (last two
-        rows).
+      _others: all other slots. `_can_carry` tells in each call which of them hold arrays, which are
+        carried unchanged, after those in ``_carried`` (fourth row). A step captures the rest (last
+        row).
       _has_refs: whether an argument is a `jax.Ref`.
       _group_axes: the axis along which each group of outputs is stacked; None if it is carried.
       _carry_group: the number of the group of outputs that belong to the carry; None without one.
       _fixed_objects: the indices of the objects whose structure no step may change.
       _function, _structure, _names: the pure function, the structure of its arguments, and the
         expression for each of their leaves, by slot.
+      _signature, _graph_arguments: the names of the arguments, and the objects in them, with which
+        errors name things.
+      _transform: the options of the user's call; its ``name`` begins errors.
+      _options: the keyword arguments for JAX's loop, such as ``length``; empty in a while loop.
+      _kept_step: `_make_step` with a cache, by the static leaves.
     """
 
     def __init__(self, options: Iterable[tuple[str, Static]], plan: Plan, function: Function):
