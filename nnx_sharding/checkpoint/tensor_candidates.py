@@ -16,6 +16,12 @@ heads, each of d rows, one after the other. The names of axes are those of `_FOR
     h, d      heads, and the features of each                x, y, z   the window of a convolution
     k, g      heads of keys, and the queries of each         one       of size 1 in the tensor
     part, p   the parts of a fused side                      a, b      any other axes
+
+From other modules: a `Tensor` is a rule. `Tensor.sides` returns the axes of each dimension of the
+tensor, and of each dimension of the array: ``"(h d) in -> in h d"`` gives ``[["h", "d"], ["in"]]``
+and ``[["in"], ["h"], ["d"]]``. `Tensor.place` returns the place of a tensor in an array, with the
+shape that the tensor has to have, and raises a ValueError if the array does not fit the rule.
+`names_in` returns the axes of all dimensions in one list.
 """
 
 from __future__ import annotations
@@ -75,22 +81,25 @@ class FusedPart(NamedTuple):
 class Stacked(NamedTuple):
     """A dimension of stacked layers on one side, which the other side counts by names."""
 
-    axis: str  # the name of the dimension in a rule
-    size: int
+    axis: str  # the name of the dimension in a rule, such as {0} or layers
+    size: int  # the number of layers that are stacked
     tensor_index: int | None  # the index in the tensor; None if the array has the dimension
 
 
 class Candidate(NamedTuple):
     """One way in which a tensor can fill an array."""
 
-    tensor: Tensor  # without a path
+    tensor: Tensor  # the rule, whose path is empty; `rule` returns it with a path
     is_usual: bool  # whether it is the convention
-    stacked_at: tuple[int, ...]  # the dimensions of the array that are stacked
+    # The dimensions of the array that are stacked, in the order of the counters in tensors' names.
+    stacked_at: tuple[int, ...]
 
     @property
     def is_transposed(self) -> bool:
         """Whether the dimensions of the tensor are in another order in the array."""
         left, right = self._sides()
+        # A dimension of the tensor is known by its first axis. Dimensions of the array that begin
+        # with another axis, such as the d of "(h d) in -> in h d", do not count.
         firsts = [names[0] for names in left]
         order = [firsts.index(names[0]) for names in right if names[0] in firsts]
         return order != sorted(order)
@@ -166,7 +175,7 @@ def candidates(
       stacks: the stacked dimensions that only one of the sides has.
       fused: the part of the other side that the tensor or array is; None if nothing is fused.
     """
-    # The stacked dimensions of the array, and those of the tensor.
+    # The stacked dimensions of the array (sizes by axis), and those of the tensor.
     array_stacks = {stack.axis: stack.size for stack in stacks if stack.tensor_index is None}
     tensor_stacks = [stack for stack in stacks if stack.tensor_index is not None]
     known_sizes = {**array_stacks}  # known sizes of axes of the array

@@ -27,9 +27,26 @@ From other modules:
                {(0,): "h.0.q.weight", (1,): "h.1.q.weight"}
     Link       a group of tensors that fill a group of arrays. ``sources`` has the numbers of the
                tensors that fill an array, by the numbers of the array. ``stacked`` has the counters
-               that only tensors have: they are dimensions of the array
-    Candidate  one way in which a tensor can fill an array; ``is_usual`` if it is the convention
+               that only tensors have: they are dimensions of the array. ``parts`` is empty unless
+               one side has fused parts. ``path`` returns the path in a rule, such as
+               "blocks/{0}/up/kernel"
+    Links      the links that names make clear (``links``), and the pairs of groups that may belong
+               together (``ambiguous``)
+    Candidate  one way in which a tensor can fill an array; ``is_usual`` if it is the convention.
+               ``tensor`` is the rule without a path, and ``rule`` the rule for a path
     Order      the order of the matrices in a file: "out in" or "in out"
+    grouped    returns the groups of names, given the shape of each name
+    candidates, distinct
+               the first returns all ways in which a tensor of one shape can fill an array of
+               another; the second keeps one of several ways that do the same
+    selected_weights
+               returns the arrays that a filter selects, by path, each with its ``leaf`` (the array)
+               and its ``variable``
+    read_rules, fill_by_rules
+               the first compiles rules; the second raises an error unless they fill each array
+               completely, and once
+    raise_if_any
+               raises an error if there are lines, and otherwise does nothing
 """
 
 from __future__ import annotations
@@ -225,6 +242,7 @@ class _Matching:
     """Matches tensors and arrays by names, then by shapes; the constructor does so.
 
     ``rules`` then returns the rules of all that matched, and ``problems`` lines about all others.
+    If there are no problems, each tensor has a rule, except for buffers.
 
     Args:
       tensors: the shapes of tensors, by name.
@@ -233,6 +251,19 @@ class _Matching:
 
     Attributes:
       matches: the rows of the table of rules.
+
+    Private attributes:
+
+        _tensors, _arrays   the groups of names on each side
+        _links              the groups of tensors and of arrays that belong together by their names
+        _rules              template of tensors → their numbers → path of each array that they fill
+                            → the rule for it; without templates that fill nothing
+        _ambiguous          lines of the error about arrays that may be filled in several ways
+        _misfits            lines of the error about arrays that no way fits
+        _settled            the names of tensors and the paths of arrays that are in a rule, or in a
+                            line of `_ambiguous` or `_misfits`
+        _keys_of_matches    the rows in ``matches``, as (template of tensors, template of arrays,
+                            dimensions)
     """
 
     def __init__(
@@ -243,12 +274,9 @@ class _Matching:
     ):
         """Matches the tensors and arrays."""
         self._tensors, self._arrays = grouped(tensors), grouped(arrays)
-        # Template of tensors → their numbers → path of each array that they fill → the rule for it.
         self._rules: dict[str, dict[Numbers, dict[str, Tensor]]] = {}
-        self._ambiguous, self._misfits = list[str](), list[str]()  # lines of the error
-        # The names of tensors and the paths of arrays that are in a rule, or in a line of an error.
+        self._ambiguous, self._misfits = list[str](), list[str]()
         self._settled: set[str] = set()
-        # The rows in `matches`: (template of tensors, template of arrays, dimensions).
         self._keys_of_matches: set[tuple[str, str, str | None]] = set()
         self.matches: list[Match] = []
         # Names decide which tensors and arrays belong together. Then shapes decide how.
@@ -258,7 +286,10 @@ class _Matching:
         self._choose_ways(in_any_order)
 
     def _note_ambiguous_names(self, links: Links) -> None:
-        """Adds lines for arrays that several groups of tensors may fill, by their names."""
+        """Adds lines for arrays that several groups of tensors may fill, by their names.
+
+        Their names count as settled, so that no other line says that they are unmatched.
+        """
         # An array's group is in `ambiguous` once for each group of tensors that may fill it.
         rivals_of: dict[str, list[Group]] = {}  # by the template of the arrays
         arrays_of: dict[str, Group] = {}
@@ -276,14 +307,17 @@ class _Matching:
                 self._settled |= {*group.names.values()}
 
     def _choose_ways(self, in_any_order: Collection[str]) -> None:
-        """Adds a rule for each array of a link, or a line that says why there is none."""
+        """Adds a rule for each array of a link, or a line that says why there is none.
+
+        ``in_any_order`` has the paths of kernels whose dimensions may be in any order.
+        """
         fits = [fit for link in self._links for fit in _fits(link, in_any_order)]
-        _agree_on_order(fits)
-        _agree_on_stacks(fits)
+        _agree_on_order(fits)  # sets the `ways` of each fit
+        _agree_on_stacks(fits)  # removes some of them
         for fit in fits:
             source = fit.tensor_names[0]
             self._settled |= {fit.path, *fit.tensor_names}
-            way = fit.chosen_way()
+            way = fit.chosen_way()  # None if no way fits, or several do
             if way is not None:
                 self._add_rule(fit, way)
             elif fit.ways:
@@ -398,7 +432,10 @@ class _Matching:
             if group.is_buffer and template not in self._rules:
                 rules[_pattern(template)] = None
                 continue
+            # The template has rules, because `match_tensors` has raised an error if any tensor,
+            # other than a buffer, has none.
             by_numbers = self._rules[template]
+            # For each tensor of the template, the list of its rules, one for each array.
             first_rules, *later_rules = ([*by_path.values()] for by_path in by_numbers.values())
             has_zeros = any(re.search(r"\b0[0-9]", name) for name in group.names.values())
             if all(tensors == first_rules for tensors in later_rules) and not has_zeros:
@@ -479,7 +516,7 @@ def _agree_on_order(fits: Sequence[_Fit]) -> None:
     unclear: list[tuple[_Fit, tuple[bool, int]]] = []  # fits that show no order, with their key
     for fit in fits:
         key = fit.link.tensors.template.in_layer, len(fit.tensor_shape)
-        orders_of_fit = fit.orders()
+        orders_of_fit = fit.orders()  # those in which a usual way fits, or else any way
         if len(orders_of_fit) == 1:
             shown_orders.setdefault(key, set()).update(orders_of_fit)
             [order] = orders_of_fit
@@ -520,7 +557,14 @@ def _pattern(template: str) -> str:
 
 
 def _without_groups(path: str, tensor: Tensor, numbers: Numbers) -> Tensor:
-    """Returns the rule of one tensor and one array, with numbers in place of ``{0}``, …."""
+    """Returns the rule of one tensor and one array, with numbers in place of ``{0}``, ….
+
+    Args:
+      path: the path of the array.
+      tensor: the rule of the array for all tensors of a template.
+      numbers: the numbers of the tensor. The axis ``{i}`` of the array gets the name ``stack{i}``,
+        and the tensor is put at its index ``numbers[i]``.
+    """
     dimensions, put = tensor.dimensions, {**tensor.put}
     for i, number in enumerate(numbers):
         if dimensions and f"{{{i}}}" in dimensions:  # the number is an index of a dimension

@@ -9,6 +9,12 @@ transposing and stacking:
     h, taken      ....[####]..     [####]         the array has a part of the tensor's axis
     h, put        [####]           ..[####]....   the tensor has a part of the array's axis
     an index      (none)           ..#.....       one side lacks the axis, so its size there is 0
+
+A *region* of an array is a range, (first, last), of each of its dimensions, where last is the index
+after the range. A *piece* is a part of a region that is a box of the tensor.
+
+From other modules: a `Box` is a range of each axis of a tensor: the ``sizes`` of the axes in the
+tensor, then the ``ranges``. `Region` is the type of regions.
 """
 
 from __future__ import annotations
@@ -60,7 +66,10 @@ class Placement:
     axes: Mapping[str, Axis]
 
     def inverse(self, name: str) -> Placement:
-        """Returns the place with both sides swapped; ``name`` names the new tensor side."""
+        """Returns the place of the array in the tensor, with both sides swapped.
+
+        ``name`` becomes the ``name`` of the result, whose tensor is what was the array.
+        """
         swapped = {
             axis: Axis(x.array_size, x.array_start, x.tensor_size, x.tensor_start, x.length)
             for axis, x in self.axes.items()
@@ -272,6 +281,8 @@ def boxes(placements: Sequence[Placement]) -> list[Region] | None:
 
 def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> list[str]:
     """Describes a part of an array that no placement fills, and a part that several fill.
+
+    The result is empty if there is no such part.
 
     Args:
       placements: the placements that fill the array.

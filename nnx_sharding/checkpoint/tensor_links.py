@@ -14,6 +14,18 @@ so equal numbers belong together. If only the tensors count layers, an array has
 A template has a *part*, which both sides share whatever they call it: ``q``, ``up``, ``embed``,
 ``head``. One side may have *fused* parts that are separate on the other side: ``qkv`` instead of
 ``q``, ``k`` and ``v``. Each of the separate parts has a link of its own with the fused group.
+
+From other modules:
+
+    Template   the common form of names. Its ``text`` is "h.{}.q.weight", its ``counters`` are the
+               words for what each {} counts, and its ``role`` is (whether it is in a layer, its
+               kind, its part), for example (True, "weight", "q"). ``towers`` are words such as
+               "encoder" for a half of the model
+    read_name  returns the template of a name, and its numbers
+    settled    decides the parts of templates that depend on other names
+    Stacked    a dimension that only one side has, because the other side counts it by names
+    FusedPart  one of the parts that the other side has fused, with the shapes of all parts
+    FUSED      the parts of each fused part: "kv" → ("k", "v")
 """
 
 from __future__ import annotations
@@ -47,8 +59,8 @@ class Group(NamedTuple):
     """The tensors, or the arrays, whose names have one template."""
 
     template: Template
-    names: dict[Numbers, str]
-    shapes: dict[Numbers, Shape]
+    names: dict[Numbers, str]  # the complete names, by the numbers in them
+    shapes: dict[Numbers, Shape]  # the shapes, by the same numbers
 
     @property
     def is_buffer(self) -> bool:
@@ -211,6 +223,9 @@ class Links:
     Attributes:
       links: tensors with the arrays that they fill.
       ambiguous: pairs that are no links, because several groups of tensors may fill the arrays.
+
+    ``_tensors`` and ``_arrays`` are the arguments. `_pairs` finds groups that belong together. It
+    leaves out groups that ``links`` has already, so an earlier step of the constructor decides.
     """
 
     def __init__(self, tensors: Sequence[Group], arrays: Sequence[Group]):
@@ -250,6 +265,7 @@ class Links:
         pairs_of: dict[str, _Pairs] = {}
         for member in members:
             tensor_part, array_part = (fused, member) if is_tensor_fused else (member, fused)
+            # Ambiguous pairs get no link here, and no entry in `ambiguous`.
             clear, _ = self._pairs(tensor_part, array_part)
             for tensors, arrays in clear:
                 group = tensors if is_tensor_fused else arrays
@@ -278,9 +294,11 @@ class Links:
         Returns:
           Two lists: pairs that are clear, which share no group, and all pairs that are ambiguous.
         """
+        # The ids of groups that have a link. Groups hold dicts, so they cannot be in a set.
         linked = {id(x) for link in self.links for x in (link.tensors, link.arrays)}
         clear: _Pairs = []
         ambiguous: _Pairs = []
+        # A role is (in_layer, kind, part).
         for in_layer, kind in dict.fromkeys(group.template.role[:2] for group in self._arrays):
             tensors = [
                 group
@@ -305,10 +323,12 @@ def _pair(tensors: Sequence[Group], arrays: Sequence[Group]) -> tuple[_Pairs, _P
     Groups are a pair if they are the only ones on their sides with the same spelling, or with the
     same words, such as ``("layers", "cross_attn", "q")``, or with the same context, such as
     ``{"cross_attn"}``. These are compared in this order. If one group is left on each side, the two
-    are a pair as well, because nothing else can be meant.
+    are a pair as well, because nothing else can be meant. They are no pair if each of them names a
+    tower that the other lacks, such as ``encoder`` and ``decoder``.
 
     Returns:
-      Two lists: the pairs, and all possible pairs of the groups that are left.
+      Two lists: the pairs, which share no group, and all possible pairs of the groups that are
+      left. A group may be in several of the latter.
     """
     unpaired_tensors, unpaired_arrays = [*tensors], [*arrays]
     pairs: _Pairs = []

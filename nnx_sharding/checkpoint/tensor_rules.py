@@ -8,6 +8,11 @@ returns the tensors for an array. Saving needs patterns that are names with *gro
 parentheses, because ``{0}`` in the path is the text that the first group matched. Dimensions
 consist of *axes*: ``(h d)`` is one dimension of two axes. An `Axis` has its size in the tensor and
 in the array, and the part that both have. A `Placement` has all axes.
+
+From other modules: the arguments of a `Placement` are the name of the tensor, the names of the axes
+in each dimension of the tensor and of the array (`Dimensions`), and the `Axis` of each name. Its
+``overlaps`` says whether another placement fills some of the same elements. `names_in` returns the
+axes of all dimensions in one list. `raise_if_any` raises an error only if there are lines.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import numpy as np
 from ..errors import raise_if_any
 from .tensor_layouts import Axis, Dimensions, Placement, names_in
 
+# Patterns for the two kinds of axes: a name such as h, and an index such as {0}.
 _NAME, _INDEX = r"[A-Za-z_]\w*", r"\{\d+\}"
 
 
@@ -103,7 +109,7 @@ class Tensor:
             return
         texts = self.dimensions.split("->")
         dimension = rf"(?:{_NAME}|{_INDEX}|\((?:\s*{_NAME})+\s*\))"  # e, {0} or (h d)
-        form = rf"\s*(?:{dimension}\s*)*"
+        form = rf"\s*(?:{dimension}\s*)*"  # one side: any number of dimensions
         if len(texts) != 2 or not all(re.fullmatch(form, text) for text in texts):
             yield "expected dimensions such as '(h d) e -> e h d'"
         # The rank has no effect, because there are `dimensions`.
