@@ -3,10 +3,19 @@
 A new checkpoint is written next to an old one (``Draft``), and exchanged with it once it is
 complete. So an error, a full disk or the end of the process leaves the old checkpoint.
 
-At ``operation.agree()``, each process waits for all others, and raises an error if one of them has
-failed. It raises an error if the named facts differ among processes, and returns the value that the
-first process passes. ``operation.wait_for(function)`` calls a function in all processes, and raises
-an error in all of them if one has failed.
+From other modules: an `Operation` is work of all processes, which ends on all of them alike. At
+``operation.agree()``, each process waits for all others, and raises an error if one of them has
+failed. ``operation.agree(name=text)`` also raises an error if the texts differ among processes; a
+text may be a function that returns the text. ``operation.agree(value)`` also returns the value that
+the first process passes. ``operation.wait_for(function)`` calls a function that may wait for other
+processes, and raises the error of a process that fails meanwhile. ``operation.enter(context)``
+enters a context that ends with the operation. ``operation.is_first`` is True in one process.
+
+A `NamedArray` has the array (``leaf``), its index in the flat list of arrays (``slot``), its keys
+in a checkpoint (``name``) and a path for messages. `without_reductions` returns a sharding without
+unreduced and reduced axes. `place_arrays` moves arrays to shardings; None leaves one as it is.
+`checksums` returns None for an array of which this process holds no shard. `raise_if_any` raises an
+error only if there are lines.
 """
 
 from __future__ import annotations
@@ -112,7 +121,10 @@ _IN_DRAFT = "checkpoint/"  # the folder of the new checkpoint in a draft
 
 
 def _is_of_orbax_in_draft(path: str) -> bool:
-    """Whether Orbax may have written a file, by its path in a draft."""
+    """Whether Orbax may have written a file, by its path in a draft.
+
+    A draft only deletes such files, when it ends or is found after its process was killed.
+    """
     return stored.is_of_orbax(path.removeprefix(_IN_DRAFT))
 
 
@@ -193,7 +205,7 @@ class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
     def save(self, directory: FilePath, args: ModelSave) -> None:
         """Writes a :class:`ModelSave`; Orbax would wait in a loop, and some releases nest loops."""
         [written] = _outside_of_loop(lambda: asyncio.run(self.async_save(directory, args)))
-        written.result()
+        written.result()  # waits for the arrays, and completes the checkpoint
 
     def finalize(self, directory: FilePath) -> None:
         """Does nothing, because :class:`_Written` has completed the checkpoint."""
@@ -230,6 +242,12 @@ class _Written:
 
     The future also completes the checkpoint. ``finalize`` of the handler does not do so, because if
     it failed in the first process alone, the other processes would wait.
+
+    Attributes:
+      folder: the folder of the checkpoint, for messages.
+      operation: the operation in which the processes meet; `result` enters it.
+      futures: Orbax's futures for the arrays of this process.
+      finalize: Orbax's function that joins the files of all processes.
     """
 
     folder: FilePath

@@ -8,12 +8,21 @@
 
 A *target* is an array of the model, the *leaf*, with its name in the checkpoint.
 
-At ``operation.agree()``, each process waits for all others. ``operation.wait_for`` calls a function
-that may wait for devices of other processes. If one process fails, all raise its error there.
+At ``operation.agree()``, each process waits for all others; with named facts, an error is raised if
+these differ among processes. ``operation.wait_for`` calls a function that may wait for devices of
+other processes. If one process fails, all raise its error there.
+
+A `NamedArray` has the array of the model (``leaf``), its index in the flat list of arrays
+(``slot``), its keys in a checkpoint (``name``), also without the key of a Variable's value
+(``plain_name``), and a path for messages. An `Entry` is an array in the checkpoint, before it is
+read: ``entry.array`` has its path, shape and dtype.
 
 From other modules: `fit_sharding` returns the part of a spec that fits, and ``problems``, which are
-empty if the spec fits. `out_of_range` returns the range of integers as a text if a dtype cannot
-hold it, and an empty text otherwise. `raise_if_any` raises an error only if there are lines.
+empty if the spec fits. `assign_shardings` returns the names and the shardings of all arrays of a
+tree, by slot. `place_arrays` moves arrays to their shardings. `without_reductions` returns a
+sharding without unreduced and reduced axes, which Orbax lacks. `out_of_range` returns the range of
+integers as a text if a dtype cannot hold it, and an empty text otherwise. `raise_if_any` raises an
+error only if there are lines.
 """
 
 from __future__ import annotations

@@ -11,10 +11,20 @@ A *region* of an array is a range of each of its dimensions. A *placement* says 
 tensor is which part of an array. So it also tells which elements of a region are in the tensor:
 *boxes*, ranges of each axis of the tensor.
 
-At ``operation.agree()``, each process waits for all others, and raises an error if one of them has
-failed. It raises an error if the named facts differ among processes, and returns the value that the
-first process passes. ``operation.wait_for(function)`` calls a function in all processes, and raises
-an error in all of them if one has failed.
+From other modules: an `Operation` is work of all processes, which ends on all of them alike. At
+``operation.agree()``, each process waits for all others, and raises an error if one of them has
+failed. ``operation.agree(name=text)`` also raises an error if the texts differ among processes; a
+text may be a function that returns the text. ``operation.agree(value)`` also returns the value that
+the first process passes. ``operation.wait_for(function)`` calls a function that may wait for other
+processes, and raises the error of a process that fails meanwhile. ``operation.enter(context)``
+enters a context that ends with the operation. ``operation.is_first`` is True in one process.
+
+A `NamedArray` has the array (``leaf``) and its path. `place_arrays` moves arrays to shardings.
+`without_reductions` returns a sharding without unreduced and reduced axes. `fill_by_rules` returns
+the sources of each goal, with their placements, and raises an error unless they fill it.
+`out_of_range` returns a text, the range of the integers, if a dtype cannot hold it. A `Release` has
+the names of the ``files`` to write into ``draft.folder``. `raise_if_any` raises an error only if
+there are lines.
 """
 
 from __future__ import annotations
@@ -180,7 +190,7 @@ def _load_arrays(
         for path, array in arrays.items():
             misfits: set[str] = set()  # the dtypes of tensors whose numbers do not fit
             parts = [(placement, tensors[name]) for placement, name in filled_by[path]]
-            value = _load_array(array.leaf, parts, misfits)
+            value = _load_array(array.leaf, parts, misfits)  # adds to `misfits`
             if isinstance(value, np.ndarray) and not isinstance(array.leaf, np.ndarray):
                 pending.append(len(values))
                 pending_bytes += value.nbytes
@@ -500,7 +510,7 @@ class NewTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    parts: list[tuple[Placement, Array]]  # the arrays that fill it
+    parts: list[tuple[Placement, Array]]  # the arrays that fill it, with its place in each
 
 
 def _tensors_to_write(arrays: Mapping[str, NamedArray], rules: Rules) -> dict[str, NewTensor]:

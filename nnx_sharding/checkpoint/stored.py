@@ -9,6 +9,10 @@ checkpoint that Orbax alone wrote has no manifest, and can be read as well.
 
 From other modules: `identity` returns the identity of a file or folder, which differs once it is
 replaced. `drafts` returns the drafts of a path that exist, of writers that are busy or were killed.
+`checksums` returns the checksum of each array, or None if this process holds no shard of the array.
+`without_reductions` returns a sharding without unreduced and reduced axes, which Orbax lacks.
+``operation.agree()`` waits for all processes, and ``operation.wait_for(function)`` calls a function
+that may wait for other processes. Both raise the error of a process that fails.
 """
 
 from __future__ import annotations
@@ -126,7 +130,7 @@ class Entry(NamedTuple):
     plain_name: Name  # the name without the key of the Variable's value
     position: int | None = None  # the index among Orbax's leaves; None without elements
     is_number: bool = False  # whether a Python number was saved
-    checksum: int | None = None
+    checksum: int | None = None  # the checksum in the manifest; None if the manifest has none
 
 
 class Stored(NamedTuple):
@@ -134,8 +138,8 @@ class Stored(NamedTuple):
 
     folder: FilePath
     version: Identity  # the identity of the folder; another process may replace the folder
-    tree: Any
-    entries: Mapping[Name, Entry]
+    tree: Any  # Orbax's tree of metadata; ``Entry.position`` counts its leaves
+    entries: Mapping[Name, Entry]  # by the complete name of an array
 
 
 def opened(caller: str, folder: FilePath) -> Stored:
@@ -422,7 +426,10 @@ def load(
 
 
 def _read(stored: Stored, wanted: Mapping[Name, Sharding | None]) -> dict[Name, Any]:
-    """Reads arrays as :func:`load` does, but compares no checksums."""
+    """Reads arrays as :func:`load` does, but compares no checksums.
+
+    Arrays without elements, which Orbax has not stored, are made here.
+    """
     treedef: Any = jax.tree.structure(stored.tree)
     # The request to Orbax has a value and options for each of its leaves, in its order. Orbax skips
     # leaves whose value is a placeholder, and reads leaves with any other value.

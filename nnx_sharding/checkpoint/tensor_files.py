@@ -73,7 +73,7 @@ Region: TypeAlias = Sequence[tuple[int, int]]
 class StoredTensor(NamedTuple):
     """One tensor of an open file."""
 
-    file: BinaryIO
+    file: BinaryIO  # the open file, which `open_tensors` closes
     offset: int  # the position in the file of the tensor's first byte
     shape: tuple[int, ...]
     dtype: np.dtype[Any] | str  # a string, the name in the file, if NumPy has no such dtype
@@ -135,6 +135,8 @@ def digest(tensors: Tensors) -> str:
 
 def _open_indexed(caller: str, folder: FilePath, files: contextlib.ExitStack) -> Tensors:
     """Opens the single file, or the files that the index of a folder names.
+
+    ``files`` closes them. The tensors of all files are returned together.
 
     Raises:
       NoCheckpointError: a file cannot be read.
@@ -367,7 +369,7 @@ def read_box(
     file, itemsize = tensor.file, tensor.dtype.itemsize
     # If runs are shorter than `_SHORT` bytes, the gaps between them are read as well.
     least_elements = -(-_SHORT // itemsize)  # rounded up
-    wide_box = box.widened(least_elements)
+    wide_box = box.widened(least_elements)  # as large as `box` if runs are long enough
     if out is not None and wide_box.shape == box.shape:
         data = out.reshape(box.shape)
     else:
@@ -378,6 +380,7 @@ def read_box(
         file.seek(tensor.offset + begin * itemsize)
         end = num_read + run_length * itemsize
         while num_read < end:  # a read may return fewer bytes than asked for
+            # 0 bytes are read only at the end of the file.
             if not (count := _read_into(file, memory[num_read:end])):
                 raise CheckpointError(f"{file.name} became shorter while it was read.")
             num_read += count
@@ -389,6 +392,9 @@ class Writer:
 
     A large write empties the processor's caches of all code and data, so the work after it takes
     several times as long. So boxes are prepared one after the other, and then written together.
+
+    ``_file`` is the file. ``_runs`` has the runs of bytes that `flush` will write, and ``_size`` is
+    the number of bytes in them.
     """
 
     def __init__(self, file: BinaryIO):
