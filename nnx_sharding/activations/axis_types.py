@@ -15,7 +15,10 @@ are the batch, which most methods keep.
 
 The declarations for a module are *sources* (`ActivationSharding`), of the user and of strategies:
 ``tag.sources``. If a strategy infers shardings, its source has ``infer``. ``axis_types`` of a
-declaration (`InOutSharding`) chooses the type of the axes for one method.
+declaration (`InOutSharding`) chooses the type of the axes for one method; ``is_explicit`` of a
+source says whether it chooses Explicit axes for the module at a path. `modules_in` yields a module
+and all modules in it, each after its path; a *layer* (`is_layer`) is a module without submodules.
+`type_spec` is the spec over Explicit axes in the type of an array; None without such axes.
 
 From the core: `flatten` takes the arrays (``leaves``) out of modules, and `rebuild` puts others
 into them; with ``foreign`` it also changes modules that another trace has made. `AxisTypeChange`
@@ -69,7 +72,7 @@ def with_auto_axes(
     """
     mesh = jax.sharding.get_abstract_mesh()
     change = AxisTypeChange.of(mesh, axes, AxisType.Auto, name="activation_shardings")
-    if change is None:
+    if change is None:  # all of these axes are Auto already
         return call(inputs)
     flat_inputs = flatten(inputs)
     arrays = RetypedArrays.of(change, flat_inputs.leaves)  # with the types outside, and inside
@@ -79,13 +82,14 @@ def with_auto_axes(
     except BaseException:
         # The modules hold arrays with the types inside. A caller that catches the error may use the
         # modules again, so they get the arrays back that they had.
+        # `rebuild` changes the modules in place, so its result is not needed here.
         flat_inside = flat_inputs._replace(leaves=arrays.inside)
         rebuild(flat_inside, flat_inputs.leaves, foreign=True)
         raise
     # By slot: arrays with the types outside (unchanged arrays, and arrays that replace others), and
     # the new arrays, whose types nothing here tells.
     outer_leaves, untyped = arrays.with_outer_types(flat_inputs.structure, flat_after)
-    left_auto_axes = LEFT_AUTO_AXES.get()
+    left_auto_axes = LEFT_AUTO_AXES.get()  # None outside of a lifted function
     for slot, x in untyped.items():
         outer_leaves[slot] = retype(x)
         if left_auto_axes is not None:

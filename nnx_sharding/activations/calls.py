@@ -10,6 +10,11 @@
 a function on Explicit axes. When the function returns, the list knows for which of them the user
 declares shardings, and tells everybody who has asked (``note_declared``).
 
+From the core: `abstract` turns an array or its type into a ``jax.ShapeDtypeStruct``, with a
+sharding if one is given. `is_committed` says whether an array has to stay on its devices.
+`unflatten` makes the objects that a structure describes, with other arrays. `called_by` sets the
+`Caller` whom a traced function asks for the user's function and for the objects of the call.
+
 The paths are also the name scopes of operations. XLA keeps these, so the compiled program says for
 each operation which module it belongs to.
 """
@@ -118,10 +123,11 @@ class Frame:
       chosen_by: who has chosen the specs for this call.
       is_strict: whether it is an error if the specs do not fit.
       is_by_strategy: whether a strategy chose the types of the output.
-      is_outermost: whether no other module called this one; otherwise ``_outer`` is that call.
+      is_outermost: whether no other module called this one.
 
     Its private attributes:
 
+        _outer             the call of the module that called this one; None for an outermost call
         _calls             the record of the trace; None unless it is made for a report
         _chosen            arrays with the shardings that were chosen for them in this call
         _declared_within   arrays with the shardings that the user declares for them in calls inside
@@ -172,7 +178,10 @@ class Frame:
         return next((declared for y, declared in self._declared_within if y is x), None)
 
     def record(self, out: object) -> None:
-        """Adds the arrays that the call returns to the record, if the trace is made for one."""
+        """Adds the arrays that the call returns to the record, if the trace is made for one.
+
+        Each array becomes one `ReturnedArray`, named by its place in ``out``.
+        """
         if self._calls is None:
             return
         leaves, _ = jax.tree_util.tree_flatten_with_path(out, is_leaf=_compat.is_graph_object)
@@ -200,7 +209,11 @@ class Frame:
             )
 
     def _final_sharding(self, x: jax.Array) -> tuple[NamedSharding | None, ChosenBy]:
-        """Returns how an output is sharded, and who decided so."""
+        """Returns how an output is sharded, and who decided so.
+
+        The sharding is None on Auto axes, if nothing was chosen for this array. The second item is
+        then ``"compiler"``.
+        """
         if (sharding := self.sharding_of(x)) is not None:
             return sharding, self.chosen_by
         type_sharding = jax.typeof(x).sharding

@@ -45,7 +45,16 @@ _CURRENT: contextvars.ContextVar[_Current | None] = contextvars.ContextVar("hand
 
 
 class Method:
-    """A descriptor that replaces a method of a class of modules."""
+    """A descriptor that replaces a method of a class of modules.
+
+    ``original`` is the method as the user defined it: a function or another descriptor.
+
+    Its private attributes:
+
+        _name          the name of the method
+        _intercepted   a plain function that calls this object; while there is a handler for the
+                       method, ``Class.method`` is this function, and ``module.method`` binds it
+    """
 
     __slots__ = ("_intercepted", "_name", "original")
 

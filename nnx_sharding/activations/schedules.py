@@ -30,7 +30,14 @@ class PendingCall(Protocol):
 
 
 class ScheduleUses:
-    """The uses of modules that have schedules, during one trace and the traces within it."""
+    """The uses of modules during one trace and the traces within it, to find unused schedules.
+
+    Its private attributes are sets of the places of modules:
+
+        _ran         modules that ran by their schedule
+        _called      modules that were called without a schedule
+        _taken_out   stacks whose layers are used one by one
+    """
 
     def __init__(self) -> None:
         self._ran = set[Place]()

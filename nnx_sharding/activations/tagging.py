@@ -48,6 +48,12 @@ class Tagger:
       mesh: the mesh of the trace; None if there is none.
       axes: the axes of the mesh that are not Manual.
       explicit_axes: the Explicit axes in the types of the arguments.
+
+    Its private attributes:
+
+        _foreign   the tag of each module that is in no argument, by the id of the module, as a pair
+                   with the module, which keeps another object from getting the same id
+        _indices   the index of each object of the arguments, by its id
     """
 
     plan: Plan
@@ -58,8 +64,6 @@ class Tagger:
 
     def __post_init__(self) -> None:
         """Starts with no tags."""
-        # The tags of modules that are in no argument, by id. The module is kept with its tag, so
-        # that no other object gets its id.
         self._foreign: dict[int, tuple[Tag, object]] = {}
 
     @functools.cached_property

@@ -23,10 +23,19 @@ From other modules:
     RECORD            the record of the current trace, if it is made for a report; otherwise None
     type_spec         the spec in the type of an array; None if none of its axes is Explicit
     spec_and_mesh     the spec of a sharding and its mesh; None for a sharding without a spec
+    keep_axes         a spec with only those of its axes that are given
+    axes_of_type      the axes of a mesh that have one type, such as Explicit
+    apply_shardings   gives arrays shardings; in a trace, by constraints
+    mesh_in_trace     a mesh with the axis types of the current trace
     with_handler      calls a function, and passes the calls of modules in it to a handler
     current_handler   that handler: a `Scope`, or one that another transform, ``remat``, has set
     pass_tags, pass_paths  pass on tags of modules, and paths within ``remat``, to their copies
+    gathered_values   the Variables that a module uses gathered, as pairs with the gathered value;
+                      `replaced_values` gives them these values within a block
     inferred_axes     the Explicit axes that are Auto in a method: all or none
+    with_auto_axes    calls a function while some Explicit axes are Auto
+    opened            a spec with ``OPEN`` for each dimension that no axis shards; None for None
+    input_like        the input like which an output is typed; `output_spec` the resulting spec
     spec_of_columns   the spec of an output whose last dimensions are columns of a kernel, or None
     refuse_untyped    always raises an error of ours that names the module
     refuse_constraint, explain
@@ -170,7 +179,8 @@ class Scope:
     """The handler of the calls of modules during one trace.
 
     ``context`` is the key of this trace for JAX (`TraceContext`), with the filters that matched in
-    the trace: ``used`` has pairs of the number of a source and of the filter in it.
+    the trace: ``used`` has pairs of the number of a source and of the filter in it. `run` calls
+    the user's function; within it, each call of a module becomes a call of the scope itself.
 
     Its private attributes:
 
@@ -188,7 +198,8 @@ class Scope:
         _constrainer     constrains activations, and collects specs that do not fit (``mismatches``)
         _whole_outputs   warns of outputs that are gathered for operations outside of modules
         _schedules       the schedules for modules in the arguments, by name and path of the module
-        _pending         the results of calls that a schedule runs later, with the last of them
+        _pending         the results of calls that a schedule runs later, with the last of them;
+                         ``check_ran`` of one raises an error if that has not happened
     """
 
     def __init__(self, plan: Plan, transform: Sharded, unflattened: Unflattened, leaves: Arrays):
@@ -311,7 +322,9 @@ class Scope:
         the sources that are declared for all arguments.
         """
         for_all = tuple(self._sources)
-        # The last item is declared for the part of an argument alone; for most parts it is None.
+        # A part is an object of an argument, such as a module; ``part.child`` is its index, and
+        # ``part.keys`` its path. The last item of a triple is declared for the part alone; for most
+        # parts it is None.
         parts: list[tuple[Argument, ArgumentPart, ActivationSharding | None]] = []
         for argument in self._plan.graph_arguments:
             for part in argument.parts:
@@ -377,6 +390,7 @@ class Scope:
                 return redirected
             args, kwargs = redirected
         if method == "__call__" and (uses := SCHEDULE_USES.get()) is not None:
+            # `uses.run` notes a call by the schedule, `uses.call` a plain one.
             record_use = uses.call if schedule is None else uses.run
             record_use(tag.name, tag.path)
         with in_call(Frame(tag, module, method)) as frame:
@@ -390,7 +404,7 @@ class Scope:
                     # Raises another error, or adds a note, or does nothing.
                     explain(error, self._transform.name, frame)
                 raise
-            frame.record(out)
+            frame.record(out)  # for reports; does nothing in any other trace
         if schedule is None and method != "__call__":
             # A pipeline of ``__call__`` does not run in other methods, which may be a mistake.
             unused = self._schedule(tag, module, "__call__")
@@ -513,7 +527,10 @@ class Scope:
         return jax.tree.map(shard, out, is_leaf=_compat.is_graph_object)
 
     def _axes_of_rows(self, x: jax.Array) -> frozenset[AxisName]:
-        """Returns the axes over which the first dimension of an array is declared to be sharded."""
+        """Returns the axes over which the first dimension of an array is declared to be sharded.
+
+        Axes of all declarations count. :meth:`declared_rows` takes the first declaration instead.
+        """
         return first_axes(self._declared_shardings(x), self._transform.context)
 
     def _declared_shardings(self, x: jax.Array) -> list[Any]:
@@ -563,7 +580,7 @@ class Scope:
             return x
         # The spec is remembered even if no axis shards the columns. Then the columns of the model's
         # output are known to be whole.
-        self._whole_outputs.end_layer(x, spec)
+        self._whole_outputs.end_layer(x, spec)  # see `WholeOutputs`: it warns of gathered columns
         names_axes = any(spec_axes(spec))
         if self._mesh is None or not names_axes:
             return x
@@ -715,7 +732,11 @@ _NOTHING_DECLARED = InOutSharding()
 
 
 def _mesh_of(plan: Plan) -> Any:
-    """Returns the mesh of a trace: from the transform, from a spec, or from the context."""
+    """Returns the mesh of a trace; None if there is none.
+
+    The first of these that exists is taken: the mesh of the transform, the mesh of the spec of an
+    array in a module or Variable (``object_specs``, by slot), and the mesh in context.
+    """
     if plan.transform.context is not None:
         return plan.transform.context
     meshes = (spec.mesh for spec in plan.object_specs.values() if isinstance(spec, NamedSharding))

@@ -57,7 +57,10 @@ def update(
 
 
 class _WithAutoAxes:
-    """A transformation of Optax with another ``update``."""
+    """A transformation of Optax whose ``update`` runs with Auto axes.
+
+    ``_tx`` is the user's transformation, which has all other attributes.
+    """
 
     def __init__(self, tx: GradientTransformation):
         self._tx = tx
@@ -79,13 +82,14 @@ class _WithAutoAxes:
         retyping = AxisTypeChange.of(mesh, all_axes, AxisType.Auto, name="Optimizer.update")
         if retyping is None:  # no axis is Explicit
             return self._tx.update(updates, state, params, **extra)
-        outer, inner = retyping
-        like = updates if params is None else params
+        outer, inner = retyping  # the mesh around this call, and the same mesh with Auto axes
+        like = updates if params is None else params  # the arrays whose types the updates get
 
         # Gradients may be sharded differently from parameters, but operations take both.
         updates = _typed_like(updates, like, outer)
         leaves, treedef = jax.tree.flatten(((updates, state, params), extra))
-        # A function among them, such as the loss, is written for the Explicit axes.
+        # A function among them, such as the loss, is written for the Explicit axes, so it runs on
+        # ``outer`` even when the transformation calls it.
         leaves = [_with_outer_axes(x, like, retyping) if callable(x) else x for x in leaves]
         args, kwargs = jax.tree.unflatten(treedef, retype_all(leaves, inner))
         with jax.sharding.use_abstract_mesh(inner):

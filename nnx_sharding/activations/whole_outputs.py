@@ -18,7 +18,23 @@ whole, too, because callers index it.
 *Columns* are the last dimension of an array, such as the vocabulary of logits. A `Frame` is a call
 of a module, with its ``tag``; a tag has the ``specs`` of the module's Variables by path, each with
 the spec ``inside`` of the module and the ``shape``. `LEFT_AUTO_AXES` records which arrays have left
-Auto axes in the function that is traced, and which of them it returns with a declared sharding.
+Auto axes in the function that is traced; in its ``declared`` are the ids of those that the function
+has returned with a declared sharding. `Scope` (``tracing.py``) calls the methods of `WholeOutputs`:
+``begin_layer`` before a module with Variables of its own runs, ``end_layer`` for each output whose
+columns are those of a kernel, ``add`` for each new output of an outermost module without a declared
+sharding, and ``warn`` when the function has returned.
+
+From other modules:
+
+    axes_of          the mesh axes in one entry of a spec, as a tuple; `entry_of` makes an entry of
+                     axes
+    spec_axes        all mesh axes in a spec
+    pad_entries      the entries of a spec, filled with None up to a number of dimensions
+    modules_in       a module and all modules in it, each after its path
+    exact_path       a regular expression for one path
+    users_line       the file and line of the user's code that runs, such as ``serve.py:24``
+    KEYS             a pattern for names of projections to keys or values, such as ``k_proj``
+    warn_or_raise    warns; raises an error instead if the transform is strict
 """
 
 from __future__ import annotations
@@ -129,9 +145,9 @@ def _axes_of_heads(
     """
     entries = pad_entries(variable.inside, len(variable.shape))
     if len(variable.shape) > 2 and variable.shape[-2:] == (heads, features):
-        axes = axes_of(entries[-2])
+        axes = axes_of(entries[-2])  # (…, in, heads, features): the entry of the heads
     elif len(variable.shape) > 1 and variable.shape[-1] == heads * features:
-        axes = axes_of(entries[-1])
+        axes = axes_of(entries[-1])  # (…, in, heads * features)
     else:
         return None
     axes = tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
@@ -148,7 +164,8 @@ class _GatheredOutput(NamedTuple):
       type_name: the name of its class.
       array: the output.
       over: the axes over which it is gathered, in words.
-      sharded: its spec without the gather; None if that is not known.
+      sharded: the spec that it would have without the gather, which the user may declare; None if
+        that is not known.
       left: the arrays that left Auto axes in the function that calls the module. That function may
         be an inner one, such as a loss, whose declared shardings are known when it has returned.
       at: the file and line where the module is called; empty except for a cache.
@@ -316,7 +333,8 @@ class WholeOutputs:
           result: the result of the function.
         """
         declared, undeclared = _result_ids(transform, result)
-        # A cache that is a result has its sharding declared like that of any other result.
+        # The kinds of outputs to warn of: `results` are returned without a declared sharding, and
+        # the others are used by operations. A cache that is a result counts as any other result.
         results, columns = list[_GatheredOutput](), list[_GatheredOutput]()
         caches: dict[str, list[_GatheredOutput]] = {}  # by the declaration that would help
         for output in self._outputs:

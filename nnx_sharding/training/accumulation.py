@@ -20,12 +20,17 @@ the loss is written for Auto axes.
 
 This module builds on these functions:
 
-What it builds on:
-
 * `ValueAndGrad.prepare` finds the arrays that are differentiated in a call (``PreparedCall``: their
-  *slots*, which are their numbers among all arrays of the arguments);
-  `ValueAndGrad.differentiate` calls the loss with a function that differentiates it at arrays;
-  `PreparedCall.build_gradient` puts gradients into the form of the arguments.
+  *slots*, which are their numbers among all arrays of the arguments; ``arrays()`` lists them);
+  `ValueAndGrad.value_and_gradients` runs the call and returns the result of the loss and these
+  gradients as a list; `ValueAndGrad.differentiate` does so with a function of the caller that
+  differentiates the loss at chosen arrays; `PreparedCall.build_gradient` puts gradients into the
+  form of the arguments.
+* `ShardSums` has the mesh ``axes`` that shard the rows. ``zeros`` makes the first total of a
+  parameter, (shards, *shape); ``evaluate`` calls a function that returns gradients by number, and
+  returns some of them as shard sums. `add_up` sums over the shards.
+* `with_auto_axes` calls a function of some inputs while axes are Auto; `retype` gives one array
+  another type. `output_spec` is the spec of an output that is sharded like the rows of an input.
 * `type_spec` is the spec in the type of an array; None if none of its axes is Explicit.
 * `axes_of` lists the mesh axes in one entry of a spec; `pad_entries` the entries of a spec, filled
   with None for the last dimensions.
@@ -193,6 +198,9 @@ def accumulate_gradients(
 class _Accumulation:
     """The function that differentiates a loss, and the options of :func:`accumulate_gradients`.
 
+    :meth:`run` is one call. It divides the batch, and :meth:`_accumulate` adds up the gradients by
+    :meth:`_scan`, or by :meth:`_interleave` if the loss has a pipeline with the schedule 1F1B.
+
     Attributes:
       gradient: calls the loss, and differentiates it.
       steps, batch, axis, dtype, has_aux: the options.
@@ -212,7 +220,7 @@ class _Accumulation:
 
         Raises the errors that :func:`accumulate_gradients` lists for a call.
         """
-        signature = inspect.signature(self.gradient._fun)
+        signature = inspect.signature(self.gradient._fun)  # ``_fun`` is the loss
         # The object of a loss that is a method is the first argument.
         bound = signature.bind(*self.gradient._bound, *args, **kwargs)
         # This call has the whole batch. It serves to find the arrays that are differentiated, which
@@ -224,6 +232,7 @@ class _Accumulation:
         whole_batch = {name: bound.arguments[name] for name in names}
         # Declarations are for the user's arrays themselves, so they are read before the split.
         rows = [declared_rows(x) for x in jax.tree.leaves(whole_batch)]
+        # (batch, …) → (batch / steps, steps, …); raises an error for rows that cannot be divided
         batch = {name: _split_rows(name, x, self.steps) for name, x in whole_batch.items()}
         if self.axis is None:
             return self._accumulate(bound, call, shared, batch, auto=frozenset(), rows=rows)
@@ -279,7 +288,7 @@ class _Accumulation:
 
         Args:
           bound: the arguments of the loss, by name, with the whole batch.
-          call: the call with these arguments.
+          call: the call with these arguments, which says what is differentiated; it is not run.
           shared: the arguments that are the same for all microbatches.
           batch: the arguments with rows, reshaped to (batch / steps, steps, …).
           auto: the axes that are Explicit around the loop, but Auto for the loss.
@@ -291,13 +300,17 @@ class _Accumulation:
         """
         outer_mesh = jax.sharding.get_abstract_mesh()
         parameters = call.arrays()  # the arrays that are differentiated
-        sums = _sums_over_rows(batch)
+        sums = _sums_over_rows(batch)  # None if no Explicit axis shards the rows
         is_split = [sums is not None and _is_whole_over(sums.axes, x) for x in parameters]
         microbatches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)  # (steps, rows, …)
         is_interleaved = has_interleaved_pipeline(call.flat.objects)  # schedule="1f1b"
 
         def run(inputs: tuple[_Arguments, _Arguments]) -> tuple[Any, list[jax.Array]]:
-            """Returns the mean value and the mean gradient of each differentiated array."""
+            """Returns the mean value and the mean gradient of each differentiated array.
+
+            ``inputs`` are ``shared`` and ``microbatches``. With ``has_aux``, the value is a pair of
+            the mean and the auxiliary data.
+            """
             shared, stacked = inputs
             arguments = _Microbatches(
                 bound=bound, shared=shared, stacked=stacked, rows=rows, sums=sums, is_split=is_split
@@ -435,7 +448,10 @@ class _Microbatches:
         return cast(_Arguments, jax.tree.unflatten(treedef, constrained))
 
     def prepare(self, gradient: ValueAndGrad[..., Any], arguments: _Arguments) -> PreparedCall:
-        """Prepares a call of the loss in which some arguments have these values."""
+        """Prepares a call of the loss in which some arguments have these values.
+
+        All other arguments are those of ``bound``, that is, of the whole batch.
+        """
         # The values are copied because `bound` outlives the trace of a microbatch, and must not
         # hold its arrays then.
         values = {**self.bound.arguments, **arguments}
@@ -490,13 +506,19 @@ def _differentiate_by_shards(
         return dict(enumerate(gradients)), outputs
 
     def derivative_of(function: Function, inputs: Sequence[Any]) -> tuple[Any, Any]:
-        """Returns the derivative and the outputs, for `gradient.differentiate`."""
+        """Returns the derivative and the outputs, for `gradient.differentiate`.
+
+        Args:
+          function: a function of all arrays of the call. It returns the value in a list, and all
+            outputs of the call.
+          inputs: these arrays.
+        """
         numbers_to_split = [
             number for number, has_shard_sums in enumerate(is_split) if has_shard_sums
         ]
         evaluated = functools.partial(differentiate, function)
         gradients, outputs = sums.evaluate(evaluated, [*inputs], row_dims, numbers_to_split)
-        return [*gradients.values()], outputs
+        return [*gradients.values()], outputs  # in the order of ``targets``
 
     return gradient.differentiate(call.plan, call.flat, slots, derivative_of)
 
@@ -536,6 +558,7 @@ def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> Pa
     axes = axes_of(axis)
 
     def spec_of(_: Path, subject: Any) -> PartitionSpec:
+        """Returns the spec of an array, or of a Variable with one array; its path is not used."""
         array = _compat.get_value(subject) if _compat.is_variable(subject) else subject
         spec = type_spec(array)
         if spec is None or not array.ndim:  # no Explicit axis shards it
@@ -555,7 +578,10 @@ def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> Pa
 
 
 def _mesh_of(arrays: Sequence[Any]) -> Mesh | AbstractMesh | None:
-    """Returns the mesh in context, or else the mesh of the first array that has one, or None."""
+    """Returns the mesh in context, or else the mesh of the first array that has one, or None.
+
+    The mesh of a tracer is the one in its type, which is abstract.
+    """
     meshes = (getattr(sharding_of(x), "mesh", None) for x in arrays)
     placed = (mesh for mesh in meshes if mesh is not None and not mesh.empty)
     return _compat.context_mesh() or next(placed, None)
@@ -764,7 +790,7 @@ def _why_indivisible(x: Any, steps: int) -> str:
     divisor = math.prod(factors)
     if rows % divisor == 0:
         return ""
-    if not sizes:
+    if not sizes:  # no Explicit axis shards the rows
         return f": {rows} rows are not a multiple of {steps}"
     shards = " × ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
     product = f"{' × '.join(map(str, factors))} = {divisor}"
