@@ -213,6 +213,8 @@ class _CustomFunction(Inner[P, R]):
     """A function with rules for its derivative."""
 
     _transform: Custom
+    # The user's rules: (forward, backward) of `CustomVjp`, one of `CustomJvp`. The tuple is empty
+    # before the user has given any.
     _rules: tuple[Callable[..., Any], ...] = ()
 
     @_compat.api_boundary

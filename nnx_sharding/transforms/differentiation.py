@@ -85,7 +85,12 @@ def check_pair(expected: str, out: object) -> None:
 
 
 class Differentiable(Inner[P, R]):
-    """A function that is called and differentiated in one call."""
+    """A function that is called and differentiated in one call.
+
+    From `LiftedFunction` it has `_program`, which returns the program for what the user's function
+    can reach now; its ``inline`` is here the pure function, because these transforms leave that to
+    `differentiate`.
+    """
 
     _transform: Differentiation
 

@@ -66,7 +66,20 @@ _MAX_LISTED = 12
 
 
 class Figures:
-    """The figures of one compiled function; figures that take long are computed once."""
+    """The figures of one compiled function; figures that take long are computed once.
+
+    Attributes:
+      module: the parsed program that calls run.
+      dumped: the program compiled once more; the first use takes as long as a compilation.
+      _compiled, _stage: the compiled function, and JAX's own stage in it.
+      _plan: what is known of the arguments: their names, structure and declared shardings.
+      _arguments: a row for each argument array, by slot. ``_rows_by_path`` has the rows by path.
+      _mesh: the mesh that most arrays have; None if no array is sharded over a mesh.
+      _made: the values that the user's code makes. ``_module_paths`` are the paths of the modules
+        that it calls. The first use of either traces the function once more.
+      _program: ``dumped`` as the input of tables, without the hardware.
+      _module_tables: the tables of `by_module` without a profile, by the hardware of their times.
+    """
 
     def __init__(self, compiled: Compiled):
         self._compiled = compiled
@@ -104,6 +117,7 @@ class Figures:
         if total is not None and total != sum(argument_bytes.values()):
             # The layouts of TPUs pad arrays to tiles, and the inputs of the program show the
             # padding. An argument keeps its unpadded size if it is unknown which input it is.
+            # The result of `rows_of_inputs` has only the inputs that are known, by their number.
             for number, row in rows_of_inputs(self.module, used).items():
                 instruction = self.module.parameters[number]
                 argument_bytes[row.path] = padded_bytes(instruction.shape_text)
@@ -173,6 +187,9 @@ class Figures:
         # Compilers may fuse in another way the second time, which changes flops by little. The
         # flops are also None for loops of unknown length.
         flops_of_calls = None if self.cost is None else self.cost.flops
+        # `executed` has pairs of an instruction and its flops in one run, by the name of the
+        # computation; None if a part of the program is not understood. `runs` says how often each
+        # computation runs.
         if flops_of_calls is not None and program.executed is not None:
             flops = sum(
                 work.flops * program.module.runs[name].least

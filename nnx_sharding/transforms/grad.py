@@ -361,7 +361,18 @@ def _by_name(plan: Plan, tree: ArgTree) -> dict[str, Any]:
 
 
 class ValueAndGrad(Differentiable[P, R]):
-    """A function that returns the gradient of another one, or its value and the gradient."""
+    """A function that returns the gradient of another one, or its value and the gradient.
+
+    A call runs `prepare`, `value_and_gradients`, and ``build_gradient`` of the prepared call. From
+    `LiftedFunction` it has
+
+        _find_plan    returns the plan of a call and its flattened arguments
+        _sort         returns the arguments of a call by their roles, a `SortedCall`
+        _modes        ``updates`` says whether changes of structure are written back
+        _bound        the objects of a bound method, the first arguments of a call
+        _implicit     how many leading parameters the user's positions do not count
+        _parameters   ``positional`` are the names of the parameters that can be passed by position
+    """
 
     _transform: _Gradient
 

@@ -201,7 +201,11 @@ def compile_at_top_level(
 
 
 class InnerTransform(Transform):
-    """The settings that these transforms share: no shardings, and anything may be an argument."""
+    """The settings that these transforms share: no shardings, and anything may be an argument.
+
+    `make_program` calls `jax_transform`, before anything is traced. Each trace calls `tracing`,
+    which gets from `user_function` what the trace calls in place of the user's function.
+    """
 
     # Whether the transformed function is compiled even outside of `jax.jit`, because it has a loop
     # or a branch, which JAX compiles in any case.
@@ -278,7 +282,10 @@ class Inner(LiftedFunction[P, R]):
     """A function that takes and returns NNX objects, transformed by JAX.
 
     Changes that the function makes to its arguments are made to the caller's own objects. It is
-    called within other transforms, such as :func:`~nnx_sharding.jit`, or at top level.
+    called within other transforms, such as :func:`~nnx_sharding.jit`, or at top level. Subclasses
+    call `_run`, or `_run_with_result` if the call has a second result. From `LiftedFunction` they
+    have the user's function (``_fun``), the objects to which it is bound (``_bound``), and
+    ``_find_plan(args, kwargs)``, which returns the plan of a call and its flattened arguments.
     """
 
     @_compat.api_boundary
@@ -301,6 +308,7 @@ class Inner(LiftedFunction[P, R]):
         # in another way. In this context, tags of modules are part of the key of a trace.
         with key_traces_by_tags(flat.objects):
             # ``nested`` is True even at top level, because these transforms compile no plan.
+            # `run` also writes back what the function changed, and returns the user's result.
             return run(plan, flat, execute, fun or self._fun, nested=True)
 
     def _run_with_result(self, plan: Plan, flat: Flat, execute: Function) -> tuple[Any, Any]:

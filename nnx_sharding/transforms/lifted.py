@@ -94,7 +94,7 @@ class LiftedFunction(Generic[P, R]):
                            keyword arguments of `make_plan`. None of them is None any more, because
                            `lift` has read Flax's flags
         _implicit          how many leading parameters the user's positions do not count: 1 for the
-                           ``self`` of ``jit(model.loss)``, otherwise 0
+                           ``self`` of ``jit(model.loss)``, 0 for a plain function
         _options           the arguments of ``__init__``, to wrap the function again (`__reduce__`)
         _origin            the wrapper from which `__get__` made this bound form; None for a wrapper
                            that is not bound
@@ -357,14 +357,7 @@ class Lifted(LiftedFunction[P, R]):
     itself. As a method of a class it binds to its object; the bound form has all the methods below.
 
     Most calls never reach Python code of this class: ``__call__`` is in C (`guarded`), and calls
-    `_flattened` only if no guard knows the arguments. Private attributes, besides those of
-    :class:`LiftedFunction`:
-
-        _trace_limit   the limit ``max_traces``, with the traces that it has allowed; None if there
-                       is no limit
-        _observer      is told of each trace: records it in the log of the function, and raises an
-                       error beyond the limit
-        _direct        the tuple that the call in C reads; see ``__init__``
+    `_flattened` only if no guard knows the arguments.
 
     Example:
       >>> import jax.numpy as jnp
@@ -377,6 +370,12 @@ class Lifted(LiftedFunction[P, R]):
       >>> predict.lower(model, x).compile()(model, x).shape
       (8, 2)
     """
+
+    # Private attributes, besides those of `LiftedFunction`:
+    #   _trace_limit   the limit `max_traces`, with the traces that it has allowed; None without it
+    #   _observer      is told of each trace: records it in the log of the function, and raises an
+    #                  error beyond the limit
+    #   _direct        the tuple that the call in C reads; see `__init__`
 
     def __init__(self, *args: Any, max_traces: int | None = None, **modes: Any):
         """Wraps a function, with a limit on traces, and the tuple that calls in C read.

@@ -150,6 +150,7 @@ class _AxisOf:
 def axes_specs(option: str, prefix: object) -> Specs:
     """Reads a prefix of axes as specs: ``(0, None)`` → ``Specs((Axis(0), Axis(None)))``.
 
+    Args:
       option: the name of the option, for messages.
       prefix: the value that the user gave, such as ``(0, None)``.
 
@@ -174,7 +175,11 @@ def axes_specs(option: str, prefix: object) -> Specs:
 class Mapped(InnerTransform):
     """The decisions of ``vmap`` and ``scan``: the axes of arrays, and the metadata that names them.
 
-    Captured arrays and checks of results are here, too.
+    Captured arrays and checks of results are here, too. The core calls the methods: `input_specs`
+    when it makes a plan; `user_function`, `written_specs` and `check_outputs` in each trace; and
+    `spec_of` in both, for the final form of an axis. The user's axes are ``in_specs`` and
+    ``out_specs``, whose ``tree`` is the prefix. In messages, these options are ``in_name`` and
+    ``out_name``.
     """
 
     # Results need a group for each axis that they may have. Captured arrays are stacked along the

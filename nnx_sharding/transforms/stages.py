@@ -91,6 +91,7 @@ class Stage:
         _statics    the static arguments for which it was made
         _recorder   traces the function again when a report asks
         _guards     find the flattened arguments of earlier calls of this stage
+        _direct     what the call in C reads; see ``__init__``. Only `Compiled` is called in C
     """
 
     def __init__(
@@ -540,6 +541,7 @@ class Compiled(Stage):
     """
 
     _stage: jax.stages.Compiled
+    # Compiles a lowered stage with the options of this program and further ones. `Lowered` sets it.
     _compile_with: CompileWith
 
     @_compat.api_boundary
@@ -589,6 +591,7 @@ class Compiled(Stage):
 
     @functools.cached_property
     def _figures(self) -> Figures:
+        """Answers all questions about the program; is made when the first one is asked."""
         # The import is here because calls need nothing of `analysis`, which takes long to import.
         from .figures import Figures
 
@@ -698,6 +701,7 @@ class Compiled(Stage):
         return self._figures.activations(compile_again=True)
 
     def _traced_activations(self) -> ActivationTable:
+        """Returns the table of a trace, for `Figures`, which adds what the compiler chose."""
         return super().activations()
 
     def why(self, subject: str | Collective) -> Reason:

@@ -212,7 +212,12 @@ class _Derivative(NamedTuple):
 
 
 class _AtPoint(Differentiable[..., Any]):
-    """A function that is differentiated with respect to all inexact arrays in its arguments."""
+    """A function that is differentiated with respect to all inexact arrays in its arguments.
+
+    The objects of a bound method (``_bound``) are its first arguments. From `LiftedFunction` it has
+    `_split`, which sorts arguments by their roles and flattens them, and `_plan`, which returns the
+    plan of such a call, and whether it is new.
+    """
 
     def differentiate_at(
         self, primals: Sequence[object], primal_form: TangentForm, transform: Callable[..., Any]

@@ -233,7 +233,12 @@ def _fori_bounds(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _While(Scan):
-    """The options of ``while_loop`` and ``fori_loop``. With ``options`` it runs as a ``scan``."""
+    """The options of ``while_loop`` and ``fori_loop``.
+
+    The field ``options`` has options of ``jax.lax.scan``, with which the loop runs as a ``scan``.
+    The field is empty if the number of steps is unknown. ``carried`` and ``returned`` are None,
+    because `user_function` checks the carry itself.
+    """
 
     remedy: ClassVar[str] = "Make the change outside of the loop."
     is_fori: bool  # whether it is ``fori_loop``
@@ -281,7 +286,11 @@ class _While(Scan):
 class _WhileLoop(Loop):
     """A loop that runs as long as a condition holds.
 
-    It is a ``while_loop``, or a ``fori_loop`` with a traced bound.
+    It is a ``while_loop``, or a ``fori_loop`` with a traced bound. From `Loop` it has the pure
+    function (``_function``), the options of the call (``_transform``), and
+
+        _leaves     a method that puts static leaves and a carry into the slots of the pure function
+        _names_of   a method that returns the user's expressions for objects, by their indices
     """
 
     def _check_lengths(self, leaves: Sequence[object]) -> None:
