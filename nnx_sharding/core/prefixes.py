@@ -4,6 +4,15 @@ A *spec* says how an array is laid out: a ``PartitionSpec``, a sharding, or an a
 *prefix* is a pytree of specs that may end earlier than the value that it is for: one spec is then
 for all leaves below. A ``StateSharding`` has a spec for each of its filters, and may take the place
 of a spec. :class:`Specs` is a prefix whose leaves are converted to our own types.
+
+From other modules:
+
+    prefix_state     the specs and the function in what ``nnx.prefix`` returned in graph mode; None
+                     for anything else
+    is_node          whether a value is a module, or another object of a registered node type
+    is_single_spec   whether a value is the spec of one array, or None
+    suggested_spec   the end of a message: what to write instead of a value; "" if unknown
+    path_key         a key of JAX's key paths as NNX writes it: an index, a dict key, or a name
 """
 
 from __future__ import annotations
@@ -43,6 +52,11 @@ class PathFunction(StateSharding):
 
     As a ``StateSharding``, it has this function as the filter for each of its specs. The function
     is asked only about paths that have no spec.
+
+    Private attributes:
+
+        _by_path    the spec of each path that was there when the user called ``nnx.prefix``
+        _function   the user's function ``(path, variable) -> spec``
     """
 
     __slots__ = ("_by_path", "_function")
@@ -121,6 +135,8 @@ class Specs:
       predicates: the filters in ``rules`` that are functions or objects of the user.
       has_partition_spec: whether any spec needs a mesh.
       may_hold_none: whether an argument, or a part of one, can have None as its spec.
+
+    Two prefixes are equal if their ``_key`` is: the rules, and the treedef of the prefix.
     """
 
     def __init__(self, tree: object):
@@ -134,7 +150,7 @@ class Specs:
         self.rules: tuple[Any, ...] = tuple(
             StateSharding(x) if isinstance(x, nnx.State) else x for x in leaves
         )
-        self._key = (self.rules, treedef)  # two prefixes are equal if their keys are
+        self._key = (self.rules, treedef)
         written: list[Any] = []
         self.depend_on_values = False
         self.predicates: list[Any] = []

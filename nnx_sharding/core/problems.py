@@ -1,4 +1,13 @@
-"""The errors that several checks raise, and how messages show arrays and places."""
+"""The errors that several checks raise, and how messages show arrays and places.
+
+From ``errors.py``:
+
+    message        a text: the head, a line for each thing that is wrong, the remedy
+    listed_error   the error with such a text; None without lines. `raise_if_any` raises it
+    see            an error, with a note that names its section (``anchor``) of the page on errors
+    merged         texts, of which those that differ only in numbers are merged, with a count
+    shortened      the first ten texts, and how many more there are
+"""
 
 from __future__ import annotations
 

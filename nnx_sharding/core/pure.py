@@ -17,6 +17,19 @@ call being traced.
 
 An array that the function did not change is no output, because the caller's object keeps it. Where
 each output belongs is known only after tracing, so each trace returns this as a static part.
+
+From other modules:
+
+    Caller         ``fun`` is the user's function, and ``objects`` has the objects of the arguments,
+                   by index. ``nested`` says whether the call is in another trace; ``plan`` is None
+                   then. ``observer`` is the log of retraces, or None
+    RetypedArrays  the arrays of the arguments, by slot: ``leaves`` with their types outside of the
+                   function, and ``inside`` with the types that the function sees
+    Resolved       ``slots`` has the spec of each array or None, by slot; ``variables`` has the name
+                   and spec of each Variable, by index
+    slots_before   the slot that each array of an object had before the call, by its slot after it;
+                   arrays in new places are left out
+    not_arrays     the error for values that are not arrays; None if all are
 """
 
 from __future__ import annotations
@@ -137,7 +150,7 @@ def call_and_pack(
     Args:
       plan: the plan of the call.
       caller: the call that is traced.
-      arrays: the arrays of the arguments, as JAX gave them and as the function sees them.
+      arrays: the arrays of the arguments, with their outer types and as the function sees them.
       unflattened: copies of the arguments, made of the arrays that the function sees.
 
     Returns:
@@ -194,7 +207,7 @@ def _call_function(
     Args:
       plan: the plan, which describes the static arguments.
       caller: the call that is traced; ``caller.fun`` is the user's function.
-      arrays: the tracers of the arguments, as JAX gave them and as the function sees them.
+      arrays: the tracers of the arguments, with their outer types and as the function sees them.
       unflattened: copies of the dynamic arguments, which hold the arrays that the function sees.
     """
     no_arrays = iter(())  # static arguments hold no arrays

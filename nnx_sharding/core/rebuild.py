@@ -15,6 +15,10 @@ From other modules:
     Flat       a flattened tree: ``structure``, ``leaves`` (arrays by slot), ``objects`` by index;
                ``updatable`` says whether all objects are known to belong to the current trace
     can_update   whether an object belongs to the current trace, so that it may be changed
+    node_operations       the operations that set and remove attributes of one node; run nothing
+    variable_operations   the operations that give a Variable a value, and metadata unless None
+    assign_content        the operations that give a static object the content of its entry
+    assemble_attributes   the attributes of a module, made as its entry describes, as (name, value)
 """
 
 from __future__ import annotations

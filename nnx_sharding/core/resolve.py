@@ -13,6 +13,16 @@ From ``locations.py``:
                     ``location.object_index`` is the index of the Variable in the table of all
                     objects, or None for a *bare* array, which is in no Variable;
                     ``location.slots`` are the positions of the arrays in the flat list
+
+From ``filter_uses.py``:
+
+    FilterUse       what the filters of one ``StateSharding`` (its ``rules``) decided. ``find``
+                    returns a match for each path that may decide, at least one; ``number`` is None
+                    if no filter matches. ``unmatched`` and ``added`` are filled here, for the error
+                    of `check_matched`
+    needs_filter    whether it is an error if no filter matches: not for a number, nor for a
+                    Variable without arrays
+    check_matched   raises the error for all unmatched Variables and arrays; nothing without uses
 """
 
 from __future__ import annotations

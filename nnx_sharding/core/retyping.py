@@ -18,6 +18,10 @@ From other modules:
     type_spec   the spec over the Explicit axes in the type of an array; None without such axes
     rebuild     puts other arrays into a flattened tree: changes its modules, makes new containers
     Flat        a flattened tree: its structure, its arrays (``leaves``) and its objects
+    fit_sharding   whether a spec fits a mesh, and a shape if there is one: ``problems`` is empty
+                   if so, and ``reasons`` are the problems in words
+    spec_and_mesh  the spec and the mesh of a sharding, or of a spec with the mesh of the caller;
+                   None if there is no spec
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from .structure import Structure
 
 
 class _Left(NamedTuple):
-    """One array of a trace that left Auto axes."""
+    """One array of a trace that left Auto axes; kept alive, so that ids of arrays stay unique."""
 
     typed: jax.Array  # the array outside, with a sharding over Explicit axes in its type
     inside: jax.Array  # the same array, still on Auto axes
@@ -58,7 +62,8 @@ class LeftAutoAxes:
     its declared sharding.
 
     Attributes:
-      declared: the ids of the arrays that are results with a declared sharding.
+      declared: the ids of the arrays outside that are results with a declared sharding;
+        :meth:`as_declared` adds them.
 
     Private attributes, whose keys are ids, because tracers have no hash:
 

@@ -8,6 +8,9 @@ From other modules:
 
     Structure   the table; an entry describes one object, by index, and its children
     Static      a child that is a static value, compared as ``static_equality.py`` says
+    is_plain_pytree   whether a module shows all its attributes in its ``__dict__``
+    STATE             the name of the attribute with Flax's record of how far a module is set up
+    node_flags_of     the flags of this record among some attributes; none without it
 """
 
 from __future__ import annotations
@@ -27,9 +30,14 @@ from .structure import LEAF, Container, Entry, NodeEntry, StaticObject, Structur
 class Snapshot:
     """The objects of a graph before a function may change them.
 
-    A snapshot has, by index, the entry and the *content* of each object: a flat tuple of the
-    object's names and values, which the snapshot keeps alive. If a change in an object may not show
-    in this tuple, the content is None, and the object is always described again.
+    The *content* of an object is a flat tuple of its names and values (:func:`_content`). If a
+    change in an object may not show in this tuple, the object is always described again.
+
+    Private attributes, both by index:
+
+        _entries    the entry of each object before the function was called
+        _contents   the content of each object at that time, which is kept alive; None if a change
+                    may not show in it
     """
 
     def __init__(self, structure: Structure, objects: Sequence[Any]):

@@ -9,6 +9,17 @@ A static value is described by one of these children (``static_equality.py`` has
 
 The functions are parts of a :class:`~.flattener.Flattener`, which gives values their indices, keeps
 what was described, and tells a recorder at which *position* a guard can read each value again.
+
+From the flattener:
+
+    link_object     records a link to an object that has an entry, and returns its index; an object
+                    that is met first gets the next index, and is described later
+    static_child    the child for a value: a kept one, an index, or that of `new_static_child`
+    is_kept_alive   whether the structure may keep alive a value that is compared by identity
+    statics         the child of each value that was met, and the value, by the value's id
+    origins         the static objects that the structure keeps alive, by index
+    snapshot        the arguments before a call; None when the arguments themselves are flattened
+    recorder        is told what is read; None if no guard will read it again
 """
 
 from __future__ import annotations

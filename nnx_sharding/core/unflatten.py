@@ -16,6 +16,10 @@ From other modules:
     make_empty  makes a static object without its parts
     make_fixed  makes an object that cannot change with all its parts
     assign      returns the operations that give a static object its parts
+    with_aux    a treedef with other node data
+    identity    a number for an object, like its id
+    new_node, new_variable   a module without attributes; a Variable without a value
+    holds_objects   whether there are Variables or modules in the value of a Variable
 """
 
 from __future__ import annotations
@@ -311,7 +315,7 @@ def _is_described_by(value: object, child: Child, objects: Mapping[int, Any]) ->
         return child in objects and objects[child] is value
     if isinstance(child, StaticObject):  # a tuple with a list in it, for example
         return _has_content(value, child, objects)
-    return Static.of(value) == child
+    return Static.of(value) == child  # there are no other children, because statics hold no arrays
 
 
 def perform(operations: Iterable[Operation]) -> None:
