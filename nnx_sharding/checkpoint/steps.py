@@ -4,8 +4,15 @@ A *step* of the manager is a checkpoint with two items: the model, and the *data
 state of each process's data iterator. The manager decides which steps are saved and kept.
 ``Checkpoints`` adds checks that a loop would otherwise have to make itself: a step comes after all
 others, the model can be saved before the manager begins to, and an error in a restore leaves
-everything as it was. In an ``Operation``, processes meet at ``agree`` (``core/agreement.py``), and
-fail together.
+everything as it was.
+
+From other modules: an `Operation` is work of all processes, which fail together
+(``core/agreement.py``). At ``operation.agree()``, each process waits for all others.
+``operation.agree(name=text)`` raises an error if the texts differ among processes, and
+``operation.agree(value)`` returns the value that the first process passes.
+``operation.wait_for(function)`` calls a function that may wait for other processes, and raises the
+error of a process that fails meanwhile. `ModelSave` and `ModelRestore` are the arguments of an item
+with a model. `check_storable` raises an error if a tree cannot be saved.
 """
 
 from __future__ import annotations
@@ -148,6 +155,7 @@ class Checkpoints:
             self.manager.wait_until_finished()
 
     def _operation(self, name: str, *, alone: bool = False) -> Operation:
+        """Returns an operation on the directory; ``alone`` if no other process takes part."""
         return Operation(f"Checkpoints.{name}", self.manager.directory, alone=alone)
 
     def _check_is_next(self, step: int, latest: int | None, cause: str = "") -> None:
@@ -299,6 +307,7 @@ class Checkpoints:
         """
         old_state = None
         if data is not None:
+            # The content is bytes, as `_encoded` has returned them.
             content = self.manager.restore(step, args=ocp.args.Composite(data=_DataArgs()))[DATA]
             old_state = data.get_state()
             # The iterator's present state tells whether its states are bytes or JSON values.
@@ -357,10 +366,13 @@ class _DataHandler(ocp.CheckpointHandler):  # type: ignore[misc]
 @ocp.args.register_with_handler(_DataHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class _DataArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """The data of a step, for Orbax: ``state`` has the bytes to save, and is unused to restore."""
+
     state: bytes = b""
 
 
 def _file_name() -> str:
+    """Returns the name of the file with the state of this process, in Grain's format."""
     return f"process_{jax.process_index()}-of-{jax.process_count()}.json"
 
 

@@ -37,14 +37,17 @@ _SPELLINGS = (
     (r"_(?=\d+$)|^_+", ""),  # norm_1 → norm1
     ("shared_experts?", "shared"),
 )
+# The kinds of arrays, by the last words of their names.
 _KINDS = {
     **dict.fromkeys(("weight", "kernel", "scale", "embedding", "w", "gamma"), "weight"),
     **dict.fromkeys(("bias", "b", "beta"), "bias"),
     **{"running_mean": "mean", "mean": "mean", "running_var": "var", "var": "var"},
 }
+# Words for a list of layers. A name with one of them is in a layer.
 _LAYERS = {"layer", "layers", "block", "blocks", "h", "resblocks"}
 # A number that counts layers or the like: a segment of its own, or the end of one, `layers_3`.
 _NUMBER = re.compile(r"((?:^|[./])(?:(?:layers?|blocks?|experts?)_)?)([0-9]+)(?=[./]|$)")
+# Words for a whole model, which are left out, because they tell nothing about its parts.
 _WRAPPERS = {"model", "transformer", "language_model", "text_model", "module", "params", "backbone"}
 # Words that tell apart the halves of a model that have parts of the same names.
 _TOWERS = re.compile("(encoder|decoder|vision|audio|cross|shared|draft).*")
@@ -86,6 +89,7 @@ _ELSEWHERE = (
     ("norm", "((final|out|output|post|decoder|encoder)_)?norm|norm_f|f_norm"),
     ("head", "(lm_)?head|classifier|logits|unembed|embed_out|output|proj_out"),
 )
+# `FUSED` has the parts of each fused part, in the order in which a fused tensor has them.
 _QKV = ("q", "k", "v")
 _GATE_UP = ("gate", "up")
 FUSED = {
@@ -100,9 +104,9 @@ class Template(NamedTuple):
     text: str  # the names, with {} for each number
     words: tuple[str, ...]  # the words in one spelling, without wrappers, numbers and the kind
     counters: tuple[str, ...]  # the word for what each number counts, such as ("layer", "expert")
-    in_layer: bool
-    part: str
-    kind: str
+    in_layer: bool  # whether the words have one of `_LAYERS`
+    part: str  # a part of `_IN_LAYERS` or `_ELSEWHERE`, such as "q"; else the last word
+    kind: str  # a value of `_KINDS`, such as "weight"
 
     @property
     def spelling(self) -> tuple[str, ...]:

@@ -38,8 +38,8 @@ _CALLER = "save_safetensors"
 class Release:
     """Files of a new model, which are written to a draft and then published in a folder."""
 
-    folder: Path
-    draft: Draft
+    folder: Path  # the folder in which the model is published
+    draft: Draft  # the draft; its ``folder`` is the hidden folder with the new files
     files: list[str]  # the names of the files, which are the same in the draft and in the folder
     # The identities of the index and the single file when the release began. Publishing replaces
     # one of them, and must not replace a file that another job has published since.
