@@ -3,6 +3,9 @@
 A command is a parser whose default ``run`` takes the parsed arguments and returns the exit code.
 Errors of the command line (``UsageError``) exit with 2, as those of argparse; any other error is
 one line on stderr and exits with 1, unless ``--traceback`` asks for more.
+
+`say` prints a text without control characters. Each of the modules `commands`, `numbers` and
+`programs` adds the parsers of its commands by ``add_commands``.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--traceback", action="store_true", help=text)
         command.set_defaults(parser=command)  # for the usage below an error
     try:
-        return _run(parser.parse_args(argv))
+        return _run(parser.parse_args(argv))  # prints errors; returns the exit code
     except SystemExit as error:  # argparse raises it after --help, or for a wrong command line
         return error.code if isinstance(error.code, int) else 2
     except BrokenPipeError:  # the program that reads our output has ended, for example `head`

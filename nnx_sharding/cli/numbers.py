@@ -4,7 +4,9 @@ The check runs in a process with as many virtual devices as the mesh has (`call_
 that process the user's function is called for the step and its arguments. If the function takes a
 configuration, the numbers in the configuration are made smaller first (`shrink`). `with_values`
 fills abstract arguments, `unjitted` takes the function and its options out of `jit`, and
-`assert_same` compares.
+`assert_same` compares, and raises an AssertionError if numbers differ. `call_with_devices` raises
+here what the check raises there. `find` imports what the user names, and within `user_code` errors
+become ``UserError``s.
 """
 
 from __future__ import annotations

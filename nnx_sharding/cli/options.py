@@ -1,7 +1,11 @@
 """Types of options, output and the error of a wrong command line, which the commands share.
 
 The type of an option is a function of its text, which argparse calls; `option` makes argparse show
-the message of the ValueError that it raises.
+the message of the ValueError that it raises. A function below `@option` reads one option, and
+raises a ValueError for a text that is wrong.
+
+`printable` escapes control characters, except those that it is told to keep. `file_path` replaces
+``~`` by the home directory.
 """
 
 from __future__ import annotations

@@ -11,6 +11,23 @@ they are told apart from those of the command line, the ``UsageError``s.
 
 `say` prints a text or a table, `write` a result, which it also writes to files. With ``--json -``,
 JSON is all that is printed on standard output.
+
+From other modules:
+
+    find             imports the function that the user names, and raises a ``UsageError`` if there
+                     is none
+    planning_mesh    makes a mesh of the given sizes to compile for; within `on_topology`, of the
+                     devices of the topology, which need not be attached
+    Comparison       reports by the names of programs (``reports``), of which some may be a
+                     `Failure`. ``judged`` returns it for another memory limit. ``fits`` says
+                     whether a program fits the limit, and ``fitting`` has the names of those
+    attempt          calls a function, and returns its result, or a `Failure` with its error
+    PlanningResult   the ``comparison`` of candidates, and the ``best`` one, or None
+    SearchInterrupted
+                     Ctrl-C ended a search; its ``result`` has what was compiled until then
+    changes_since, totals_since, described
+                     the figures of a report that differ from a lock file, a text of both totals,
+                     and a text of these changes
 """
 
 from __future__ import annotations
@@ -338,7 +355,7 @@ need no change. The page "Debugging communication" says how:"""
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Shows the report; returns the exit code."""
+    """Shows the report; returns the exit code: 0 if the program fits, or has no limit."""
     # The compiler's remarks are only in its log. The log is read at the end of the block. Then the
     # list `remarks` gets a record of each array that is gathered as a whole.
     with _compat.compiler_log(rematerializations) as remarks:
@@ -400,7 +417,7 @@ def run_lock(arguments: argparse.Namespace) -> int:
 
 
 def run_check(arguments: argparse.Namespace) -> int:
-    """Shows what changed since a lock file was written; returns the exit code."""
+    """Shows what changed since a lock file was written; returns 1 if anything did, else 0."""
     file = _lock_file(arguments)
     if not file.exists():  # before the program is compiled
         raise UsageError(f"there is no lock file {file}; write it: {_lock_command(arguments)}")
@@ -454,7 +471,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _show_plan(arguments: argparse.Namespace, result: PlanningResult) -> int:
-    """Prints and writes a plan; returns the exit code."""
+    """Prints and writes a plan; returns the exit code: 0 if a candidate fits, else 1."""
     best = result.best  # None if no candidate fits, an error after which a script has to stop
     if best is not None:
         title = f"Plan: {best.name}"
@@ -638,7 +655,7 @@ def _make_report(arguments: argparse.Namespace, target: str, value: Any) -> Prog
     if isinstance(value, ProgramReport):
         _check_donate(arguments, target, value)
         return value if hardware is None else value.with_roofline(hardware)
-    with user_code(f"what {target} returned cannot be compiled"):
+    with user_code(f"what {target} returned cannot be compiled"):  # errors become UserErrors
         compiled = _compile(_stage_of(arguments, target, value, others="or a report"))
         # The report for a lock file also has the rule that decides each argument's sharding.
         is_for_lock = arguments.command in ("lock", "check")

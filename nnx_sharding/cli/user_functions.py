@@ -70,7 +70,12 @@ def find(text: str, *, is_function: bool = True) -> Any:
 
 
 def _import(place: str) -> Any:
-    """Imports a module by its name, or by the path of its file."""
+    """Imports a module by its name, or by the path of its file.
+
+    Raises:
+      UsageError: there is no such file or module, or another module has the name of the file.
+      UserError: the module raises an error while it is imported.
+    """
     path = Path(place).resolve() if place.endswith(".py") else None
     if path is not None and not path.is_file():
         raise UsageError(f"no such file: {place}.")

@@ -23,7 +23,17 @@ Helpers of this library that most functions use:
 * `assign_shardings` does so for a tree and a prefix of specs: it returns the name and the sharding
   of each array, None for one that stays. `apply_shardings` moves the arrays, in a trace constrains
   them, and `rebuild` puts them into the tree.
-* `map_variables` returns a tree with other values in place of Variables and bare arrays.
+* `map_variables` returns a tree with the results of a function in place of Variables and bare
+  arrays. The function gets a `NamedVariable`: its ``path``, the ``name`` for messages, the
+  ``variable`` and the ``arrays`` in it.
+* `read_patterns` returns rules as pairs of a filter and a spec. A filter is a function of a path,
+  as a tuple, and a Variable; it returns whether the rule matches.
+* `flatten` lists the arrays of a tree as ``leaves``. `is_shardable` says whether a leaf is an array
+  that can be sharded, and `sharding_of` returns its sharding or None.
+* `check_specs` raises a TypeError for leaves that are no specs. `with_entries` returns a spec with
+  other entries, and the same unreduced and reduced axes.
+* `parameter_table` lists arrays with their specs and sizes, a row for each, and `device_bytes` sums
+  the bytes of rows by the id of the device.
 * `raise_if_any` raises an error with a line for each item, and does nothing without items.
 """
 
@@ -465,7 +475,10 @@ def analyze_sharding_strategy(
 
 
 def _sums_by_spec(rows: Iterable[ParameterRow]) -> dict[Any, dict[str, int]]:
-    """Returns, for each spec, how many arrays have it, and the sums of their sizes."""
+    """Returns, for each spec, how many arrays have it, and the sums of their sizes.
+
+    The sizes are in elements (``parameters``), ``bytes``, and ``bytes_per_device``.
+    """
     sums: dict[Any, Counter[str]] = {}
     for row in rows:
         of_spec = sums.setdefault(row.spec, Counter())
@@ -514,10 +527,11 @@ def _mesh_of(name: str, partition_specs: object, mesh: AnyMesh | None) -> AnyMes
     """Returns the given mesh or the mesh in context; None for an empty mesh.
 
     Without a mesh, a NoContextMeshError is raised if there are specs, because only shardings have a
-    mesh of their own.
+    mesh of their own. A leaf that is no spec raises a TypeError that begins with ``name``.
     """
     specs = Specs(partition_specs)
     check_specs(name, partition_specs=specs)
+    # The argument is whether a missing mesh is an error; if it is not, the mesh is empty.
     given = get_incontext_mesh(specs.has_partition_spec) if mesh is None else mesh
     return None if given.empty else given
 
