@@ -19,7 +19,8 @@ axes. An array is *plain* unless it is a ``jax.Ref`` or a Variable that is a val
     pad_entries    returns the entries of a spec, filled with None up to a number of dimensions
     with_entries   returns a spec with other entries
     with_reduced   returns a spec with other reduced axes
-    axes_of        the axes that one entry of a spec names; ``spec_axes`` are those of all entries
+    axes_of        the axes that one entry of a spec names; ``spec_axes`` are all axes of a spec,
+                   with those over which it is unreduced or reduced
     axes_of_type   the axes of a mesh that are Explicit, Auto or Manual
     check_mesh     raises a ``TypeError`` for an option ``mesh`` that is neither a mesh nor None
     place_arrays   moves arrays that are not traced, each to its sharding

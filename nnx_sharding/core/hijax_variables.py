@@ -42,7 +42,8 @@ def describe_hijax(flattener: Flattener, variable: object, position: int) -> Var
       position: where a guard can read the Variable again.
     """
     plain = _compat.plain_variable(variable)
-    # Nothing of the copy is recorded, because a guard could not find the copy again.
+    # Nothing of the copy is recorded, because a guard could not find the copy again. Only the last
+    # lines give the recorder back. The returns before them leave None, so the graph gets no guard.
     recorder, flattener.recorder = flattener.recorder, None
     num_before = len(flattener.leaves)
     value = flattener.pytree_child(_compat.get_value(plain))

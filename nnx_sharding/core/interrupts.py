@@ -54,7 +54,7 @@ def defer_signals() -> None:
     # Signals without such a handler are handled in C, and interrupt no Python code.
     pairs = [(number, handler) for number, handler in handlers if callable(handler)]
     replacements = [(_signal.signal, number, _note_signal) for number, _ in pairs]
-    # All handlers are replaced in one step, so that no signal comes when only some are. The old
+    # All handlers are replaced in one step, so that no handler runs when only some are. The old
     # handlers are kept first, so that none is lost if setting one fails.
     perform([(deferred_handlers.update, pairs), *replacements])
 

@@ -14,8 +14,8 @@ for anything that cannot be listed soundly: what holds arrays, what reads other 
 (``STATEFUL_BUILTINS``, ``random``), and what Python does not show. The function is then traced at
 each call.
 
-    open_object        takes an object apart: its kind (class, names of attributes, and ``detail``
-                       of a built-in class), and its parts
+    open_object        returns the kind of an object (class, names of attributes, ``detail``: what a
+                       built-in class keeps besides items, such as a shape), and a list of its parts
     has_hidden_state   says whether objects of a class hold something that Python does not show
     value_key          returns a key for an object that is compared by value, such as a float; None
                        for any other object

@@ -41,8 +41,8 @@ static int has_names(PyObject *names, PyObject *kwnames) {
     return 1;
 }
 
-/* Whether the mesh in context is the one that the guard was made for, if the plan depends on it; -1
- * with an error set. */
+/* Whether the mesh in context is the one that the guard was made for, if the plan depends on it.
+ * Returns 1, 0, or -1 with an error set. */
 static int has_context(PyObject *guard) {
     PyObject *context_of = PyTuple_GET_ITEM(guard, GUARD_context_of);
     if (context_of == Py_None) return 1;
@@ -53,7 +53,8 @@ static int has_context(PyObject *guard) {
     return same;
 }
 
-/* Whether an attribute of an array has a value; -1 with an error set. */
+/* Whether an attribute of an array, named by an index in NAMES, equals `goal`: 1, 0, or -1 with an
+ * error set. */
 static int has_attribute(PyObject *leaf, int name, PyObject *goal) {
     PyObject *value = attribute(leaf, name);
     if (value == NULL) return -1;
@@ -110,6 +111,7 @@ static PyObject *find_guard(PyObject *guards, PyObject *const *arguments, Py_ssi
             walk_follow(walk, arguments, count, found) == 1) {
             int holds = has_context(guard);
             if (holds == 1) holds = are_as_planned(guard, found);
+            /* If a program deletes arrays, it must run no Python code, so it has to be marked. */
             if (holds == 1 && PyTuple_GET_ITEM(guard, GUARD_donates) == Py_True) {
                 holds = PyObject_HasAttr(PyTuple_GET_ITEM(guard, GUARD_execute),
                                          native.hooks[HOOK_direct_mark]);
@@ -136,6 +138,7 @@ static PyObject *find_guard(PyObject *guards, PyObject *const *arguments, Py_ssi
 static PyObject *execute(PyObject *direct, PyObject *guard, const Found *found) {
     PyObject *fun = PyTuple_GET_ITEM(direct, DIRECT_fun), *outputs = NULL;
     PyObject *plan = fun == Py_None ? Py_None : PyTuple_GET_ITEM(guard, GUARD_plan);
+    /* The fields of a `Caller`: fun, objects, observer, nested, plan, leaves. */
     PyObject *caller = PyTuple_Pack(6, fun, found->objects,
                                     PyTuple_GET_ITEM(direct, DIRECT_observer), Py_False, plan,
                                     found->leaves);
@@ -150,6 +153,7 @@ static PyObject *execute(PyObject *direct, PyObject *guard, const Found *found) 
     outputs = PyObject_Vectorcall(PyTuple_GET_ITEM(guard, GUARD_execute),
                                   ((PyTupleObject *)found->leaves)->ob_item,
                                   PyTuple_GET_SIZE(found->leaves), NULL);
+    /* An error of the program is put aside, because setting an attribute must not meet one. */
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     if (PyObject_SetAttr(native.hooks[HOOK_caller], native.names[NAME_fields], outer) < 0) PyErr_Clear();
@@ -243,8 +247,9 @@ static PyObject *output_of(PyObject *update, PyObject *outputs, const Found *fou
     return result;
 }
 
-/* Waits for every 16th program on virtual devices, as `wait_for_some` in in_flight.py does. Returns
- * 0, or -1 with an error set. */
+/* Waits for every 16th program on virtual devices, as `wait_for_some` in in_flight.py does; here the
+ * programs of all threads are counted together. If that program runs on one device, the next one is
+ * looked at instead. Returns 0, or -1 with an error set. */
 static int wait_if_many(PyObject *outputs, const Found *found) {
     static int is_bounded = -1;
     static long in_flight;
@@ -284,6 +289,7 @@ static PyObject *finish_call(PyObject *guard, PyObject *outputs, const Found *fo
         PyTuple_GET_ITEM(update, UPDATE_returned) != Py_None &&
         write_back(PyTuple_GET_ITEM(update, UPDATE_written), outputs, found)) {
         result = output_of(update, outputs, found);
+        /* Signals are deferred, so JAX has compiled in this call: Python delivers them now. */
         if (result != NULL && PyDict_GET_SIZE(native.hooks[HOOK_held]) > 0) {
             PyObject *settled = PyObject_CallFunctionObjArgs(native.hooks[HOOK_settle], run, outputs, NULL);
             if (settled == NULL) Py_CLEAR(result);
@@ -317,7 +323,9 @@ static void explain(PyObject *self, PyObject *guard, const Found *found) {
     PyErr_Restore(type, value, traceback);
 }
 
-/* A method of an object whose attribute `_direct` has its guards. */
+/* A method of an object whose attribute `_direct` has its guards. Returns what the user's function
+ * returns, or NULL with an error set. `guard` stays NULL if none holds, and `_flattened` then takes
+ * the call, unless looking for a guard was interrupted. */
 static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *kwnames) {
     PyObject *direct = attribute(self, NAME__direct), *guard = NULL, *result = NULL;
     if (direct == NULL) return NULL;
@@ -385,6 +393,8 @@ static int take(PyObject *name, PyObject *value) {
     return -1;
 }
 
+/* Stores the hooks and slots that Python passes by name. The files native.py and direct.py both call
+ * this, each with some of them. */
 static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args), PyObject *kwargs) {
     PyObject *name, *value;
     Py_ssize_t position = 0;
@@ -400,6 +410,7 @@ static PyMethodDef module_methods[] = {
     {NULL},
 };
 
+/* Adds `call`, `Walk` and `FIELDS` to the new module. Returns 0, or -1 with an error set. */
 static int fill_module(PyObject *module) {
     static const char *const names[] = {NAMES(AS_STRING)};
     walk_watch_dicts();

@@ -19,6 +19,10 @@ From other modules:
                  raises between the program and its write-back would lose arrays
     deliver_signals     ends this, and runs the handlers; does nothing if no signals are deferred
     raise_explained     raises another error if the arguments show why a call failed; else returns
+    DIRECT       the attribute by which ``mark_direct`` marks a program
+    is_bounded   whether XLA may abort if many programs are queued, as it may on virtual CPU devices
+    wait         waits for the outputs of one program; returns False if it runs on one device
+    FastestWalk  the class of walks in C, or ``PythonWalk`` if the extension is not used
 """
 
 from __future__ import annotations

@@ -51,15 +51,17 @@ struct native {
 };
 extern struct native native;
 
+/* An attribute, named by an index in NAMES, as a new reference; NULL with an error set. */
 static inline PyObject *attribute(PyObject *object, int name) {
     return PyObject_GetAttr(object, native.names[name]);
 }
 
-/* The tuples of arrays and objects that a walk has found. */
+/* The tuples of arrays, by slot, and objects, by index, that a walk has found: owned references. */
 typedef struct {
     PyObject *leaves, *objects;
 } Found;
 
+/* Releases both tuples, if there are any. */
 static inline void drop_found(Found *found) {
     Py_CLEAR(found->leaves);
     Py_CLEAR(found->objects);

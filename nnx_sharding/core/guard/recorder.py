@@ -80,6 +80,10 @@ class WalkRecorder:
       leaf_positions: the position of each array, by slot.
       object_positions: the position of the first mention of each object, by index.
 
+    In all methods, ``position`` is that of the item that is recorded or opened. ``flatten`` has it
+    from the method that opened the item's owner: most ``open_*`` methods append the parts of an
+    object to the stream, in their order, and return the positions of these parts.
+
     Private attributes:
 
         _dynamic       the positions of the arguments that are flattened

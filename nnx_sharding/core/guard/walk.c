@@ -35,6 +35,7 @@ static int watcher = -1;
 static uint64_t epoch = 1; /* counts the changes of all watched dicts */
 static const PyObject *changed[NUM_CHANGES]; /* the dicts of the last changes, in a ring */
 
+/* CPython calls this when a watched dict changes: notes the dict in the ring, and counts. */
 static int on_change(PyDict_WatchEvent Py_UNUSED(event), PyObject *dict, PyObject *Py_UNUSED(key),
                      PyObject *Py_UNUSED(value)) {
     changed[epoch++ % NUM_CHANGES] = dict;
@@ -99,14 +100,15 @@ typedef struct {
 /* The state of one walk. */
 typedef struct {
     Walk *walk;
-    PyObject **items;
-    int is_owned; /* whether the stream has a reference to each item */
-    Py_ssize_t length;
-    PyObject **statics;
+    PyObject **items; /* by position; borrowed from the graph unless `is_owned` */
+    int is_owned; /* whether the stream has a reference to each item, and the memory of `items` */
+    Py_ssize_t length; /* the number of items so far: the position of the next one */
+    PyObject **statics; /* the pins of statics, by number: the items of the walk's `statics` */
     uint64_t *found_ids; /* `match`: the ids of the mentions in the other graph; `follow`: NULL */
     Py_ssize_t num_unequal; /* the number of statics that Python has to compare with their pins */
 } Stream;
 
+/* What an object of Flax has in a slot, borrowed; NULL if the slot is empty. */
 static inline PyObject *slot_of(PyObject *object, enum opcode slot) {
     return *(PyObject **)((char *)object + native.offsets[slot]);
 }
@@ -186,7 +188,8 @@ static int is_same_mention(Stream *stream, int32_t mention, PyObject *item) {
     return stream->found_ids[first] == id;
 }
 
-/* Appends an item. Returns 1, or 0 for a change. */
+/* Appends an item, after comparing it by its rule. Returns 1, or 0 for a change. A static that C does
+ * not find equal is only counted (`num_unequal`), because `same_statics` compares it in Python. */
 static inline int append(Stream *stream, PyObject *item) {
     const Walk *walk = stream->walk;
     if (item == NULL || stream->length >= walk->size) return 0;
@@ -204,7 +207,8 @@ static inline int append(Stream *stream, PyObject *item) {
     return 1;
 }
 
-/* Appends the values of a mapping if it has exactly these keys in this order. */
+/* Appends the values of a mapping if it has exactly these keys in this order. Returns 1, or 0 for a
+ * change. */
 static int append_mapping(Stream *stream, PyObject *mapping, PyObject *keys) {
     if (mapping == NULL || !PyDict_Check(mapping)) return 0;
     Py_ssize_t count = PyTuple_GET_SIZE(keys), position = 0, i = 0;
@@ -223,6 +227,7 @@ static int append_mapping(Stream *stream, PyObject *mapping, PyObject *keys) {
     return i == count;
 }
 
+/* Appends some items. Returns 1, or 0 for a change. */
 static int append_all(Stream *stream, PyObject *const *items, Py_ssize_t count) {
     for (Py_ssize_t i = 0; i < count; i++) {
         if (!append(stream, items[i])) return 0;
@@ -230,14 +235,16 @@ static int append_all(Stream *stream, PyObject *const *items, Py_ssize_t count) 
     return 1;
 }
 
+/* Appends the items of a tuple or list if it has this length. Returns 1, or 0 for a change. */
 static int append_sequence(Stream *stream, PyObject *sequence, Py_ssize_t length) {
     if (!PyTuple_Check(sequence) && !PyList_CheckExact(sequence)) return 0;
     if (PySequence_Fast_GET_SIZE(sequence) != length) return 0;
     return append_all(stream, PySequence_Fast_ITEMS(sequence), length);
 }
 
-/* Appends the parts of an item that only Python can open. Returns 1, 0 for a change, or -1 with an
- * error set. */
+/* Appends the parts of an item that only Python can open: `open` returns a list of parts, and what
+ * has to equal `expected`. The stream owns its items by now, because this runs Python code. Returns
+ * 1, 0 for a change, or -1 with an error set. */
 static int append_opened(Stream *stream, PyObject *open, PyObject *item, PyObject *expected) {
     PyObject *opened = PyObject_CallOneArg(open, item), *parts, *name;
     if (opened == NULL) return -1;
@@ -250,10 +257,12 @@ static int append_opened(Stream *stream, PyObject *open, PyObject *item, PyObjec
     return same;
 }
 
+/* Whether the item that a step opens has the recorded type. */
 static int has_type(const Stream *stream, const Step *step) {
     return (PyObject *)Py_TYPE(stream->items[step->position]) == stream->walk->types[step->position];
 }
 
+/* What a step must find: names, keys, a length or a treedef. Borrowed. */
 static PyObject *expected_by(const Walk *walk, const Step *step) {
     return walk->expected[step - walk->steps];
 }
@@ -296,7 +305,7 @@ static int take_step(Stream *stream, const Step *step) {
     }
 }
 
-static void pin_again(Stream *stream, Py_ssize_t number, int32_t position);
+static void pin_again(Stream *stream, Py_ssize_t number, int32_t position); /* see below */
 
 /* Compares by value the statics that are not identical. Returns 1, 0 for a change, or -1 with an
  * error set. */
@@ -329,6 +338,7 @@ static int own_items(Stream *stream) {
     return 1;
 }
 
+/* Releases the items if the stream owns them. */
 static void release_items(Stream *stream) {
     if (!stream->is_owned) return;
     for (Py_ssize_t i = 0; i < stream->length; i++) Py_DECREF(stream->items[i]);
@@ -390,6 +400,7 @@ static inline uintptr_t word_at(const void *place) {
     return word;
 }
 
+/* The object to which the pointer at a place leads, borrowed. */
 static inline PyObject *item_at(const void *place) { return (PyObject *)word_at(place); }
 
 /* The first word that is not as it was noted, or the end. Most of the time of a walk is spent here,
@@ -413,7 +424,8 @@ static int32_t num_loose_items(const Walk *walk) {
 }
 
 /* Pins an equal static that has taken the place of another in the graph, if its word was noted, so
- * that Python compares the two only once. */
+ * that Python compares the two only once. `number` is that of the pin, and `position` is where the
+ * static is in the stream. */
 static void pin_again(Stream *stream, Py_ssize_t number, int32_t position) {
     Walk *walk = stream->walk;
     if (position < num_loose_items(walk)) return; /* the static may be a new object in each call */
@@ -439,7 +451,7 @@ static int add_word(Walk *walk, const void *place, uintptr_t content) {
     return 1;
 }
 
-/* Notes the words at a place. Returns 1, or 0 if there is no memory. */
+/* Notes the words of `size` bytes at a place. Returns 1, or 0 if there is no memory. */
 static int note(Walk *walk, const void *place, size_t size) {
     for (size_t offset = 0; offset < size; offset += sizeof(uintptr_t)) {
         const char *word = (const char *)place + offset;
@@ -458,8 +470,9 @@ typedef struct {
 } Values;
 #endif
 
-/* Notes the content of a dict. Sets `places` to the addresses of its values if these are words that
- * are compared each time. Returns 1, or 0 if a change of the dict would not be noticed. */
+/* Notes the content of a dict, of which the walk has read `count` values. Sets `places` to the
+ * addresses of these values if they are words that are compared each time. Returns 1, or 0 if a
+ * change of the dict would not be noticed. */
 static int note_dict(Walk *walk, PyObject *dict, const void **places, Py_ssize_t count) {
     (void)walk, (void)places, (void)count; /* some versions of Python do not need them */
 #if PY_VERSION_HEX < 0x030C0000
@@ -489,8 +502,8 @@ static int note_dict(Walk *walk, PyObject *dict, const void **places, Py_ssize_t
 #endif
 }
 
-/* Notes the content of the item that a step has opened, and sets the places of its parts. Returns 1,
- * or 0 if a change would not be noticed. */
+/* Notes the content of the item that a step has opened, and sets the places of its `count` parts.
+ * Returns 1, or 0 if a change would not be noticed. */
 static int note_parts(Walk *walk, const Step *step, Py_ssize_t count) {
     PyObject *item = walk->items[step->position], **dict;
     const void **places = walk->places + step->start;
@@ -596,7 +609,7 @@ static int are_dicts_unchanged(Walk *walk) {
 }
 
 /* Compares the words that were noted, and reads arrays and statics. Runs no Python code. Returns 1, 0
- * for a change, or -1 if everything has to be read. */
+ * for a change, or -1 if everything has to be read, and then without an error set. */
 static int read_noted(Walk *walk, Stream *stream, PyObject *const *arguments) {
     const void *const *places = walk->places;
     PyObject **items = stream->items;
@@ -605,6 +618,7 @@ static int read_noted(Walk *walk, Stream *stream, PyObject *const *arguments) {
     if (take_steps(stream, 0, walk->num_loose_steps) != 1) return 0;
     const Word *word = first_other(walk->words, walk->words + walk->num_same);
     if (word < walk->words + walk->num_same) return -1;
+    /* The words behind the first `num_same` are pointers to statics, which may be other equal ones. */
     const Word *end = walk->words + walk->num_words;
     while ((word = first_other(word, end)) < end) {
         PyObject *item = item_at(word->place);
@@ -613,7 +627,7 @@ static int read_noted(Walk *walk, Stream *stream, PyObject *const *arguments) {
     }
     for (Py_ssize_t i = 0; i < walk->num_of_leaves; i++) {
         const Step *step = &walk->steps[walk->of_leaves[i]];
-        stream->length = step->start;
+        stream->length = step->start; /* where `take_step` appends */
         if (take_step(stream, step) != 1) return 0;
     }
     for (Py_ssize_t i = 0; i < walk->leaves.count; i++) {
@@ -634,7 +648,7 @@ static int read_noted(Walk *walk, Stream *stream, PyObject *const *arguments) {
 
 /* Reads all that can be read without Python code. Returns 1, or 0 for a change. */
 static int read_all(Walk *walk, Stream *stream, PyObject *const *arguments) {
-    walk->is_noted = 0;
+    walk->is_noted = 0; /* the items of the last walk are overwritten, and the words belong to them */
     stream->length = stream->num_unequal = 0;
     if (!append_all(stream, arguments, walk->num_arguments) || !read_plain(stream)) return 0;
     const uint64_t number = ++walk->num_walks;
@@ -729,6 +743,7 @@ static PyObject *Walk_match(PyObject *self, PyObject *arguments) {
     Found found = {0};
     const int collects = PyGC_Disable();
     int same = items == NULL ? -1 : append_sequence(&stream, arguments, walk->num_arguments);
+    /* The collector stays off until the result is made, because the stream may still borrow items. */
     if (same == 1) same = conclude(&stream, read_plain(&stream), 0, &found);
     if (same == 1) same = are_distinct(found.objects);
     if (same == 1) {
@@ -746,15 +761,18 @@ static PyObject *Walk_match(PyObject *self, PyObject *arguments) {
     return result;
 }
 
+/* Whether steps with an opcode open containers, which may be loose steps. */
 static int is_container(int32_t opcode) {
     return opcode == DICT || opcode == SEQUENCE || opcode == STATE;
 }
 
+/* A field of a recipe, whose bytes are 32-bit integers. The recipe keeps the memory. */
 static Positions positions_of(PyObject *bytes) {
     return (Positions){(const int32_t *)PyBytes_AS_STRING(bytes),
                        PyBytes_GET_SIZE(bytes) / (Py_ssize_t)sizeof(int32_t)};
 }
 
+/* Makes a walk of a `Recipe`: reads the fields, then counts the loose and the plain steps. */
 static PyObject *Walk_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *recipe;
     if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &recipe)) return NULL;

@@ -105,8 +105,8 @@ class PythonWalk:
         """Unpacks the numbers of a recipe, once for all walks."""
         self.recipe = recipe
         self._steps: list[_Step] = []
-        # The third number of a row is not needed here: it is the position at which a step appends
-        # its first item, and `_read` appends at the end of a list.
+        # Each row has the three fields of a ``Step``. The third, the position at which the step
+        # appends its first item, is not needed here, because `_read` appends at the end of a list.
         rows = recipe.rows().tolist()
         for (opcode, position, _), expected in zip(rows, recipe.expected, strict=True):
             open_item = OPENERS[Opcode(opcode)]
