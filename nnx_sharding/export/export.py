@@ -7,6 +7,27 @@ what the function returned and changed. A structure describes modules without th
 structures down as data: which array of the arguments is which input, and which output is which part
 of the result or a new value of which argument. Such data cannot express every change, for example
 of a static attribute, and a change that it cannot express is an error.
+
+A *child* describes a part of a pytree in a structure: the index of an object among its ``entries``,
+`LEAF` for an array, a `Container` with further children, or a static value. The ``slots`` of a
+structure have the slots of the arrays of each object, by the same index, and its ``root_slots``
+those of arrays outside of objects. A *tree* is the same pytree as data (``manifest.py``).
+
+In an `Outcome`, ``nodes`` are the modules with changed attributes: for each, the index (``node``),
+the names and new values of attributes that are new or ``changed``, and those ``removed``.
+``metadata`` and ``statics`` are the indices of Variables with other metadata, and of static objects
+that were changed in place. ``sources`` say for each slot after the call where the array comes from:
+a pair of `INPUT` and the slot before the call, or of a group of outputs and a position in it.
+
+From other modules:
+
+    tree_of       the tree of the pytree that a structure describes; asks a function for the tree of
+                  each array, by its slot
+    tree_from     the tree of a container, from the paths of its parts and their trees
+    leaves_of     each array in a tree: its path, ``"input"`` or ``"output"``, and its position
+    parts_of      the children of an entry, by their paths
+    differences   lines that say how two signatures with structures differ
+    abstract      the ``jax.ShapeDtypeStruct`` of an array, with a sharding if one is given
 """
 
 from __future__ import annotations
@@ -89,6 +110,7 @@ def export(
     def for_arguments(*args: Any, **kwargs: Any) -> Exported:
         """Traces and lowers the function for these arguments."""
         plan, flat = fun._plan_without_running(args, kwargs)
+        # ``plan.shardings`` and ``plan.specs`` have an item for each of these arrays, by slot.
         _check_refs(plan, flat.leaves)  # raises if an argument only refers to an array
         # Each array of the arguments has a type here, with its sharding.
         types = list(map(_type_of, flat.leaves, plan.shardings, plan.specs))
@@ -123,7 +145,14 @@ def _check_refs(plan: Plan, leaves: Sequence[Any]) -> None:
 
 
 def _type_of(leaf: Any, sharding: Any, spec: Any) -> Any:
-    """Returns the type of an argument, with its declared sharding, or else with its own."""
+    """Returns the type of an argument, with its declared sharding, or else with its own.
+
+    Args:
+      leaf: the array.
+      sharding: the sharding that is declared for it; None if JAX gets none.
+      spec: the spec that is declared for it; None if there is none. An array has its own sharding
+        only if both are None, and if it has to stay on its devices.
+    """
     is_open = sharding is None and spec is None
     return abstract(leaf, leaf.sharding if is_open and is_committed(leaf) else sharding)
 
@@ -166,7 +195,7 @@ def _check_expressible(
     for change in outcome.nodes:
         if change.removed:
             can_be_said = False
-        old_attributes = parts_of(structure_before.entries[change.node])
+        old_attributes = parts_of(structure_before.entries[change.node])  # path → child
         for name, value in change.changed:
             # Flax records in `STATUSES` which attributes are data, so it changes with each new one.
             if name != _compat.STATUSES:

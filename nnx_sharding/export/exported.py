@@ -9,6 +9,18 @@ so a mistake in them is reported by path, before JAX would report it by position
 
 A *tree* of the manifest describes the result, or the updates of an argument. It is a pytree in
 which arrays are ``{"input": 3}`` or ``{"output": 0}``, by their kind and position in the program.
+
+From other modules:
+
+    build          the pytree that a tree describes, with arrays in it
+    tree_of        the tree of the pytree that a structure describes
+    leaves_of      each array in a tree: its path, its kind, and its position
+    meshes_of      the meshes of shardings, each once
+    accessor       a name and a path as an expression, such as ``model.up.kernel``
+    suggestion     ``; did you mean 'model'?`` if a name is close to a known one; otherwise empty
+    raise_if_any   raises an error if there are lines; otherwise returns
+    by_kind        an item of a message for each kind of fault that has lines
+    place_arrays   moves each array to its sharding; None leaves the array where it is
 """
 
 from __future__ import annotations
@@ -67,13 +79,19 @@ class Exported(Pictured):
     Attributes:
       manifest: how it is called, and what it was made with; its ``str`` is a table.
       jax_exported: the program alone, over flat arrays in the order of ``manifest.inputs``.
+
+    Its private attributes:
+
+        _data       the program as it was read from a file, which `save` writes again, because JAX
+                    would write other bytes; None if the program was not read
+        _compiled   the compiled program and the shardings of its inputs, by the mesh that
+                    `_mesh_for` returns; the key is None for a program of one device
     """
 
     def __init__(self, manifest: Manifest, program: jax.export.Exported, data: bytes | None = None):
         self.manifest = manifest
         self.jax_exported = program
-        self._data = data  # the program as it was read, because JAX would write other bytes
-        # The compiled programs, by mesh; None for a program of one device.
+        self._data = data
         self._compiled: dict[Mesh | None, tuple[Callable[..., Any], Shardings]] = {}
 
     @_compat.api_boundary
@@ -98,6 +116,7 @@ class Exported(Pictured):
           ValueError: the program was exported for another platform.
         """
         arrays, forms = _bind(self.manifest, args, kwargs)
+        # In a trace, the program becomes a part of that trace, so nothing is compiled or moved.
         program: Any = self.jax_exported.call
         if _compat.trace_is_clean():
             mesh = _mesh_for(self.manifest, self.jax_exported)
@@ -210,7 +229,7 @@ def load(path: str | os.PathLike[str]) -> Exported:
     # The manifest may belong to another program. Types are compared as text: "float32[4,16]".
     described = [info.type for info in (*manifest.inputs, *manifest.outputs)]
     avals = (*program.in_avals, *program.out_avals)
-    actual = [ArrayInfo.of("", aval, None).type for aval in avals]
+    actual = [ArrayInfo.of("", aval, None).type for aval in avals]  # without names and shardings
     has_types = described == actual and len(manifest.inputs) == len(program.in_avals)
     if not has_types or manifest.devices != program.nr_devices:
         raise ExportError(f"{path} has a manifest that does not describe its program.")
@@ -218,7 +237,10 @@ def load(path: str | os.PathLike[str]) -> Exported:
 
 
 def _vjp_order(program: jax.export.Exported) -> int:
-    """Returns how many times a loaded program can be differentiated in reverse mode."""
+    """Returns how many times a loaded program can be differentiated in reverse mode.
+
+    A file has the derivative of a program as another program, which may have a derivative, too.
+    """
     order = 0
     while program.has_vjp():
         program = program.vjp()
@@ -362,9 +384,15 @@ def _form_of(value: Any, *, has_joined_paths: bool) -> Form:
 
 
 def _fits(size: int | str, exported: int | str) -> bool:
-    """Whether a size can be the exported one; JAX decides for most symbolic sizes."""
+    """Whether a size can be the exported one; JAX decides for most symbolic sizes.
+
+    Args:
+      size: the size of the array that was passed; a text if it is symbolic.
+      exported: the size in the manifest; a text if it is symbolic, such as ``"2*batch"``.
+    """
     if isinstance(exported, int) or isinstance(size, str):
         return size == exported or isinstance(exported, str)
+    # Of symbolic sizes, only multiples of one variable are checked here: "batch", or "2*batch".
     multiple = re.fullmatch(r"(?:(\d+)\*)?[A-Za-z_]\w*", exported)
     return multiple is None or (size > 0 and size % int(multiple[1] or 1) == 0)
 

@@ -11,6 +11,12 @@ other class, which becomes a dict). A path is a list of keys: one key, except in
 example, a module with an ``nnx.Linear`` called ``up`` is ::
 
     {"state": [[["up", "bias"], {"input": 0}], [["up", "kernel"], {"input": 1}]]}
+
+:func:`tree_of` makes a tree from a structure (``core/structure.py``), :func:`leaves_of` reads the
+arrays in one, and :func:`build` makes a pytree of it again. A *structure* is a table: ``entries``
+describe the modules and Variables of a pytree, by their index, and its arrays have numbers, the
+*slots*. Its ``walk`` yields the location of each Variable and array below a part: a path, the slots of the
+arrays, and ``object_index``, which is None for an array outside of Variables.
 """
 
 from __future__ import annotations
@@ -62,7 +68,14 @@ class ArrayInfo:
     def of(
         cls, name: str, aval: Any, sharding: NamedSharding | None, meshes: Sequence[Any] = ()
     ) -> ArrayInfo:
-        """Returns the description of an array; ``meshes`` has the mesh of its sharding."""
+        """Returns the description of an array.
+
+        Args:
+          name: its name.
+          aval: an array, or the type of one: only its shape and dtype are read.
+          sharding: its sharding; None if that is left open, or not of interest.
+          meshes: the meshes of the program, among them that of ``sharding``.
+        """
         shape = tuple(size if isinstance(size, int) else str(size) for size in aval.shape)
         info = cls(name, shape, str(aval.dtype), memory_kind=getattr(sharding, "memory_kind", None))
         if sharding is None or sharding.mesh.empty:
@@ -250,7 +263,13 @@ def _tree(
 
 
 def _container(treedef: PyTreeDef, parts: Iterator[Tree]) -> Tree:
-    """Returns the tree of a pytree, whose leaves are the next parts."""
+    """Returns the tree of a pytree, whose leaves are the next parts.
+
+    Args:
+      treedef: the pytree.
+      parts: yields the tree of each leaf, in order. The calls for children take from the same
+        iterator.
+    """
     if is_leaf_treedef(treedef):
         return next(parts)
     type_, data = treedef.node_data()
@@ -270,7 +289,7 @@ _KINDS = {tuple: "tuple", list: "list", dict: "dict", nnx.State: "state"}
 
 def _keys(treedef: PyTreeDef) -> Iterator[Any]:
     """Yields the key of each child of a node of any class; its index if it holds no array."""
-    paths = iter(container_keys(treedef))
+    paths = iter(container_keys(treedef))  # the path of each leaf below the node
     for index, child in enumerate(treedef.children()):
         leaf_paths = [next(paths) for _ in range(child.num_leaves)]
         yield leaf_paths[0][0] if leaf_paths and leaf_paths[0] else index
@@ -329,7 +348,8 @@ def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, str, int]]:
 def build(tree: Tree, arrays: Mapping[str, Sequence[Any]]) -> Any:
     """Returns the pytree that a tree describes, with arrays in it.
 
-    ``arrays`` has the arrays for ``"input"`` and for ``"output"``, by position.
+    A "state" becomes an ``nnx.State``, and an "object" a dict. ``arrays`` has the arrays for
+    ``"input"`` and for ``"output"``, by position.
     """
     if tree is None:
         return None
