@@ -11,9 +11,16 @@ computes these rows. The first batch of an iteration decides on structure, shape
 again for another shape. A leaf of a batch whose spec is None is *passed through*, and may be
 anything.
 
-From other modules: `assign_shardings` turns a prefix of specs into the sharding of each array, or
-raises an error. `raise_if_any` raises an error only if there are lines. `out_of_range` returns the
-range of integers as a text if a dtype cannot hold it, and an empty text otherwise.
+`BatchSharding` is used in this order (``global_batches.py``): the constructor gets the first batch;
+``arrays`` checks each batch and ``count`` counts its rows; ``set_size`` gets the number of rows of
+a full batch, once, before the first batch is placed; and ``place`` assembles a batch of which all
+rows of this process are there. ``full_arrays`` is a shortcut for all checks.
+
+From other modules: `Specs` is the user's prefix of specs, with all its leaves in ``written``.
+`assign_shardings` turns such a prefix into the sharding of each array, or raises an error.
+`trim_to_rank` removes the entries of a spec for dimensions that an array does not have.
+`raise_if_any` raises an error only if there are lines. `out_of_range` returns the range of integers
+as a text if a dtype cannot hold it, and an empty text otherwise.
 """
 
 from __future__ import annotations
@@ -138,7 +145,10 @@ def check_has_devices(caller: str, sharding: Sharding) -> None:
 
 
 def _rows_sharding(sharding: Sharding) -> Sharding:
-    """Returns the sharding of the first dimension alone."""
+    """Returns the sharding of the first dimension alone, for arrays of rank 1.
+
+    A sharding that has no spec is returned as it is.
+    """
     if not isinstance(sharding, NamedSharding):
         return sharding
     spec = sharding.spec
@@ -147,7 +157,8 @@ def _rows_sharding(sharding: Sharding) -> Sharding:
 
 def _num_parts(sharding: Sharding) -> int:
     """Returns the number of parts into which the rows are sharded."""
-    num_rows = sharding.num_devices  # every spec divides an array with so many rows
+    # Every spec divides so many rows, because its number of parts divides that of the devices.
+    num_rows = sharding.num_devices
     rows_of_part = int(_rows_sharding(sharding).shard_shape((num_rows,))[0])
     return num_rows // rows_of_part
 
@@ -234,7 +245,7 @@ class BatchSharding:
         _common      the sharding of all these leaves; None if they differ
         _full_kinds  the dtype and the shape of each leaf in a full batch of this process; None for
                      a leaf that is passed through. The list is empty until `set_size`, and if a
-                     leaf always has to be checked
+                     leaf always has to be checked; then `full_arrays` returns None for all batches
     """
 
     def __init__(self, batch: Any, specs: Specs, mesh: Mesh | AbstractMesh | None):
@@ -261,6 +272,7 @@ class BatchSharding:
         self.leaves: list[Leaf] = []
         self._with_rows: list[tuple[str, Sharding]] = []
         for name, sharding, array in zip(names, shardings, arrays, strict=True):
+            # A leaf with a sharding is an array, because `_check_arrays` has refused all others.
             has_rows = sharding is not None and array.ndim > 0
             unchecked_row = None
             if has_rows and isinstance(array, np.ndarray):
@@ -492,7 +504,10 @@ class BatchSharding:
 
 
 def _are_equal(rows: Mapping[int, Rows], other_rows: Mapping[int, Rows]) -> bool:
-    """Whether the same processes hold the same rows."""
+    """Whether the same processes hold the same rows.
+
+    The arguments are results of `rows_by_process`, whose keys are in ascending order.
+    """
     has_same_processes = [*rows] == [*other_rows]
     return has_same_processes and all(map(np.array_equal, rows.values(), other_rows.values()))
 
@@ -530,6 +545,7 @@ def _shardings(
         return jax.ShapeDtypeStruct(shape, array.dtype)
 
     def adapt(spec: Any, leaf: jax.ShapeDtypeStruct) -> Any:
+        """Returns the spec that has to fit a leaf: the user's, except for a number."""
         # P("data") for all leaves replicates a number, because it has no rows to shard. Too many
         # entries for an array with rows are an error.
         return spec if leaf.shape else trim_to_rank(spec, leaf)
@@ -587,6 +603,7 @@ def _kind(array: HostArray | TypeError) -> str:
 
 @functools.lru_cache(maxsize=1024)  # called for each leaf of each batch; a text takes microseconds
 def _kind_of_rows(dtype: np.dtype[Any], row: tuple[int, ...] | None) -> str:
+    """Returns the text for `_kind`; ``row`` is the shape of a row, or None for a number."""
     sizes = [] if row is None else ["rows", *map(str, row)]
     return f"{dtype}[{', '.join(sizes)}]"
 

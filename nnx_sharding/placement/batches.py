@@ -3,6 +3,12 @@
 ``global_batches`` makes the batches one after the other, and ``feed`` runs it in a thread ahead of
 the loop. This module has the objects that users hold: an iterable, its iterators, and their state.
 
+`GlobalBatches` is an iterator whose results are `Loaded`: a global batch (``value``), the number of
+rows of a full batch (``batch_size``), and the state of the loader after this batch (``loader``). It
+has to know if an earlier iteration has yielded batches (``resumed``), because an iteration that
+yields none may be an error. A `Feed` calls its ``__next__`` ahead of the loop: ``take`` returns the
+next result or raises its error, and ``stop`` ends the feed.
+
 From other modules: `Specs` is the user's prefix of specs, with its leaves in ``written``.
 `given_mesh` returns the mesh that a function was given, else the one in context, else None. The
 functions `check_specs`, `check_options`, `check_integer`, `check_process` and `check_has_devices`
@@ -139,14 +145,20 @@ class ShardedBatches(Iterable[Any], AbstractContextManager[Any]):
     Each ``for`` loop iterates over the loader again; if that is an iterator, a second loop
     continues it. When a loop ends early, its thread ends once its iterator is dropped; ``with`` or
     :meth:`close` end it at a defined point.
+
+    Its private attributes:
+
+        _batches   the loader
+        _options   the options of ``shard_batches``
+        _open      the iterations that `close` ends. References are weak, so that an iteration ends
+                   when its loop drops it
+        _only      the only iteration over a loader that is an iterator itself; None for other
+                   loaders, and before the first loop
     """
 
     def __init__(self, batches: Iterable[Any], options: BatchOptions):
         self._batches, self._options = batches, options
-        # The iterations that `close` ends. References are weak, so that an iteration ends when its
-        # loop drops it.
         self._open: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
-        # The only iteration over a loader that is an iterator itself; None for other loaders.
         self._only: BatchIterator | None = None
 
     def __iter__(self) -> BatchIterator:
@@ -180,12 +192,20 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
 
     Loading begins with the first ``next``. An error of the loader is raised in place of the
     batch that failed, after all batches before it, with its own traceback.
+
+    Its private attributes:
+
+        _source         the iterator of the loader, which the feed advances ahead of the loop
+        _options        the options of ``shard_batches``
+        _batch_size     the number of rows of a full batch; None until it is known
+        _loader_state   the state of the loader after the last batch that was yielded; None if the
+                        loader has no state
+        _feed           makes the global batches, in a thread unless nothing is loaded ahead
+        _finalizer      stops this feed when the iterator is dropped
     """
 
     def __init__(self, source: Iterator[Any], options: BatchOptions):
         self._source, self._options = source, options
-        # The state after the last batch that was yielded: the number of rows of a full batch (None
-        # until it is known), and the state of the loader (None if it has none).
         self._batch_size = options.batch_size
         # The loader's state is copied, because the loader may change it in place, even for a batch
         # that fails.

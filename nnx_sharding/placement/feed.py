@@ -25,6 +25,14 @@ class Feed(Generic[T]):
 
     With a ``depth`` of 0 there is no thread: :meth:`take` makes each result.
 
+    Its private attributes:
+
+        _make      the function; it is deleted at the end
+        _depth     the number of results that are made ahead
+        _lock      the lock of ``_change``, which may be taken again in the same thread
+        _change    the condition that is notified of each change of the attributes below
+        _thread    the thread; None before the first `take`, and with a depth of 0
+
     The thread and the consumer share these attributes, under the condition ``_change``:
 
         _ready     the results that were made and not yet taken
@@ -138,7 +146,7 @@ class Feed(Generic[T]):
 
     def _make_one(self) -> None:
         """Calls ``make`` once, and hands its result or error to the consumer."""
-        if self._over:
+        if self._over:  # `_make` is deleted then
             return
         try:
             result = self._make()  # in a thread without the lock, since it may take long

@@ -11,9 +11,12 @@ loaders have to yield equally many batches, and a decision that depends on other
 error.
 
 `BatchSharding` (`batch_sharding.py`) knows the leaves of a batch, checks and places them. Its
-``own_rows`` are the indices of the rows of a full batch that this process holds. A leaf whose
-sharding is None is *passed through*: it may be anything. A process *is alone* if no other process
-has devices of the shardings.
+``own_rows`` are the indices of the rows of a full batch that this process holds. Its ``size`` is
+the number of rows of a full global batch, which is 0 until ``set_size``. ``full_arrays`` returns
+the leaves of a batch that needs no more checks, or None. A leaf whose sharding is None is *passed
+through*: it may be anything. `pad_rows` fills an array up to a number of rows with copies of its
+last row, or of the given ``filler`` if it has no rows. A process *is alone* if no other process has
+devices of the shardings.
 """
 
 from __future__ import annotations
