@@ -26,22 +26,22 @@ from pathlib import Path
 class Buffer:
     """An array in memory: what an instruction made, or the part of its result at an index."""
 
-    name: str
-    index: tuple[int, ...]
-    size: int
-    offset: int  # in its allocation
-    first: int  # position of the schedule at which it is live
-    last: int
+    name: str  # the name of the instruction
+    index: tuple[int, ...]  # the part of its result; () for all of it
+    size: int  # in bytes
+    offset: int  # in bytes, from the beginning of its allocation
+    first: int  # the first step of the schedule at which it is live
+    last: int  # the last such step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allocation:
     """A block of the main memory of a device, which several values use one after another."""
 
-    size: int
-    parameter: int | None  # the number of the argument that it holds
-    is_result: bool
-    values: tuple[Buffer, ...]
+    size: int  # in bytes
+    parameter: int | None  # the number of the argument that it holds; None if it holds none
+    is_result: bool  # whether it holds a result, perhaps after other arrays
+    values: tuple[Buffer, ...]  # the arrays in it that have a live range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +49,11 @@ class Buffers:
     """The allocations of a program, and the names of its instructions as scheduled."""
 
     allocations: tuple[Allocation, ...]
-    schedule: tuple[str, ...]
+    schedule: tuple[str, ...]  # step of the schedule → the name of the instruction
 
     def in_use(self) -> list[int]:
         """Sums the bytes in use at each step: live buffers, and blocks that are always held."""
+        # Step → the bytes that begin to be in use there, less those that end with the step before.
         changes = [0] * (len(self.schedule) + 1)
         for allocation in self.allocations:
             if allocation.is_result or allocation.parameter is not None:

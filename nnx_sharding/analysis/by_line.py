@@ -141,7 +141,7 @@ class LineTable(AsData):
 
     def _tables(self, most: int | None) -> Iterator[Any]:
         """Makes a table for each file; of a line ``most`` types and collectives, None for all."""
-        # Seconds are known of devices whose peak rates are.
+        # Seconds are known if the peak rates of the devices are; else flops decide about colours.
         heated_by = "seconds" if any(row.seconds for row in self.rows) else "flops"
         total = sum(getattr(row, heated_by) or 0 for row in self.rows) or 1
         is_measured = any(row.measured is not None for row in self.rows)

@@ -3,6 +3,13 @@
 A row is a module and a pass, forward or backward: what one device computes, sends and holds for the
 module itself, without the modules in it. The *peak* is the step of the schedule with the most bytes
 in use. Its bytes have *kinds*, such as parameters and activations (`MemoryUse`).
+
+From other modules:
+
+    enclosing_paths  the paths of all objects that a module is in, outermost first
+    is_within        whether a path is that of a module, or below it
+    all_known        a list of values; None if one of them is None
+    legend           lines below a table that say what its columns are
 """
 
 from __future__ import annotations
@@ -285,6 +292,7 @@ def _pass(path: str | None, backward: bool | None) -> str:
     return f"the backward pass of {name}" if backward else name
 
 
+# The fields of a row that add up. The bytes at the peak add up, too, but by kind.
 _SUMMED = ("flops", "bytes_accessed", "bytes_sent", "seconds", "measured")
 
 

@@ -22,6 +22,10 @@ From other modules:
                    the texts after the operands by name
     Groups         tuples with the numbers of the devices that exchange data with each other
     Placed         Groups by positions in the mesh, and whether the mesh has all of these devices
+    axes_of_groups the mesh axes over which groups run; None if no set of axes has these groups.
+                   `axes_of_pairs` is the same for the pairs of a permutation
+    connected      the sets of devices that pairs connect
+    arrays         the arrays of a shape, which may be a tuple; `total_bytes` sums their bytes
     Use            the purpose, the parameters and the module of a collective
     Overlap        finds what is `Scheduled` while a collective is in progress
     Located        an instruction, and the computation that it is in
@@ -361,7 +365,7 @@ def collectives_of(
     shape = {} if mesh is None else dict(getattr(mesh, "shape", mesh))
     sizes = {str(axis): int(size) for axis, size in shape.items()}
     # If the program and the mesh differ in the number of devices, the program is for one of several
-    # slices.
+    # slices. Without a mesh they differ, too, but then `positions_of` has no positions.
     is_of_slice = module.num_devices != math.prod(sizes.values())
     placement = _Placement(
         sizes=sizes,

@@ -112,11 +112,13 @@ def _read_tiles(
         return None
 
     def devices_of_tiles(shape: Sequence[int], order: Sequence[int]) -> np.ndarray:
+        # The device of each tile, for devices in a mesh of this shape, transposed to this order.
         array = np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(tiles)
         # Devices that hold the same tile have no order.
         return np.sort(array, axis=-1) if match["replicas"] else array
 
     devices = devices_of_tiles(dims, order)
+    # Each spec with as many parts in each dimension is tried, until one has the same devices.
     for entries in possible_entries(len(counts), lambda i, n: n == counts[i], sizes):
         used = [axis for axes in entries for axis in axes]
         major_first = [*used, *(axis for axis in sizes if axis not in used)]
@@ -139,7 +141,8 @@ def possible_entries(
       rank: the number of dimensions of the array.
       divides: tells whether a dimension, by its number, may be divided into so many parts.
       sizes: the sizes of the mesh axes, in their order.
-      any_order: whether to take axes over one dimension in the order of the mesh only.
+      any_order: True if the order of axes over one dimension does not matter: then only their order
+        in the mesh is tried. False tries all orders.
     """
     axes = [axis for axis, size in sizes.items() if size > 1]
     choose = itertools.combinations if any_order else itertools.permutations

@@ -14,6 +14,10 @@ From other modules:
     LineFinder      finds the line of each instruction; ``keys`` yields instructions with keys
     Module          the HLO program, of one device or before it is partitioned
     read_sharding   the spec that a sharding of XLA says on a mesh; None if there is none
+    with_entries    a copy of a spec with other entries
+    axes_of         the mesh axes in one entry of a spec, as a tuple
+    possible_entries  all specs that divide an array as asked, as tuples of axes by dimension;
+                    `spec_of_entries` makes a spec of one
 """
 
 from __future__ import annotations
@@ -204,8 +208,8 @@ def spec_of_shard(
       shape: the shape of the whole array.
       shard_shape: that of a shard.
       sizes: the sizes of the mesh axes, in their order.
-      any_order: whether to take axes over one dimension in the order of the mesh. Shapes do not say
-        the order, so that otherwise two axes over one dimension are not clear.
+      any_order: True takes axes over one dimension in the order of the mesh. Shapes do not say
+        their order, so without it two axes over one dimension are not clear, and give None.
 
     Example:
       >>> from nnx_sharding.analysis.inferred_specs import spec_of_shard

@@ -102,7 +102,10 @@ def read(kind: type[T], data: Any, what: str, **unwritten: Any) -> T:
       kind: the class.
       data: the data.
       what: what it is, in messages.
-      **unwritten: values for fields that :func:`as_data` omits.
+      **unwritten: values for fields that are not in ``data``.
+
+    Raises:
+      ValueError: the data are of another form.
     """
     try:
         return typing.cast(T, _read_value(kind, data, unwritten))
@@ -206,11 +209,20 @@ class AsData(Pictured):
 
 
 class JsonForm(Pictured):
-    """A dataclass that can be written as JSON and read again, and that notebooks show."""
+    """A dataclass that can be written as JSON and read again, and that notebooks show.
+
+    All methods that write call `_parts`, and all that read call `_of_parts`. A subclass overrides
+    the two if its fields and its data differ.
+
+    Attributes:
+      _FORMAT: the name of the format, which the data begin with.
+      _VERSION: the version of the format. Data of another version are refused.
+      _NOUN: what messages call such data.
+    """
 
     _FORMAT: ClassVar[str]
     _VERSION: ClassVar[int] = 1
-    _NOUN: ClassVar[str]  # for messages
+    _NOUN: ClassVar[str]
 
     def _parts(self) -> dict[str, Any]:
         """Returns the data without format and version."""
@@ -219,6 +231,7 @@ class JsonForm(Pictured):
 
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> Self:
+        """Makes an object from what `_parts` returned; raises a ValueError for other data."""
         return read(cls, parts, cls._NOUN)
 
     def as_dict(self) -> dict[str, Any]:

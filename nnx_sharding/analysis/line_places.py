@@ -36,8 +36,12 @@ class OperationKey(NamedTuple):
 class LineFinder(PlaceFinder):
     """Finds the lines of instructions, among those in the trace.
 
+    Three methods of the base class are overridden: how a place is read from an instruction, how it
+    is read from the report of a collective, and how several places are joined.
+
     Attributes:
       lines: these lines by the path of their place, such as ``model.py:12``.
+      _places_of_lines: the place of each line, by (file, line). The pass is forward for all.
     """
 
     def __init__(self, module: Module, lines: Iterable[Line]):
@@ -70,7 +74,7 @@ class LineFinder(PlaceFinder):
 
     def _written_place(self, instruction: Instruction) -> Place | None:
         """Reads the line from the traceback of the operation, which the compiler kept."""
-        frames = self._module.source(instruction)
+        frames = self._module.source(instruction)  # (file, line), innermost first
         known = (self._places_of_lines[x] for x in frames if x in self._places_of_lines)
         return next(known, None)
 

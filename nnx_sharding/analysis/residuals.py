@@ -10,7 +10,11 @@ bytes of whole arrays, and says so.
 
 From other modules:
 
-    path_of     the path of the user's module in the names of nested equations, outermost first
+    path_of      the path of the user's module in the names of nested equations, outermost first;
+                 empty without a module
+    jaxprs_of    the jaxprs inside an equation, such as the body of a loop
+    array_bytes  the bytes of an array of a shape and dtype
+    all_known    a list of values; None if one of them is None
 """
 
 from __future__ import annotations
@@ -92,6 +96,7 @@ class SavedResiduals(tuple[Residual, ...], Pictured):
         return None if sizes is None else int(sum(sizes))
 
     def _computed(self) -> Iterator[Residual]:
+        """Yields the arrays that are no arguments."""
         return (x for x in self if x.operation != "argument")
 
     def _pictures(self, width: int) -> Iterable[Any]:
@@ -177,7 +182,7 @@ def residual_of(
             calls.pop()
             continue
         equation = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
-        if equation is None:
+        if equation is None:  # The jaxpr has the variable as a constant.
             return None
         # The jaxprs inside that return the results of the call. The condition of a `while` is left
         # out by name, because it returns one value, and the loop may return one, too. All branches

@@ -26,6 +26,8 @@ From other modules:
                     unknown length count once), ``is_fused`` (part of one operation), ``is_applied``
                     (to elements)
     base            an opcode without ``-start`` and ``-done``
+    FREE, MARKERS   opcodes, and targets of custom calls, without work of their own
+    COPIES, HALVES  opcodes, and targets of custom calls, that only move bytes
     total_bytes     the bytes of several arrays, without padding
     counted_bytes   the bytes of several arrays; in a program for TPUs, only of those in main memory
 """
@@ -356,6 +358,7 @@ def _work_of_kernel(
     return estimate
 
 
+# An ``async-start`` calls a computation that has the work.
 _NO_WORK = FREE | {"async-start"}
 # The most steps from a product back to a factor: out of a fusion, and through a few copies.
 _MAX_STEPS = 16

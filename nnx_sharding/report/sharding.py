@@ -253,8 +253,8 @@ def sharding_rows(flat: Flat, sharding: StateSharding, mesh: AbstractMesh) -> li
 class _Decision(NamedTuple):
     """What the rules say about a location in a model."""
 
-    location: Location
-    path: Path
+    location: Location  # where a Variable or an array is; its ``slots`` are the leaves there
+    path: Path  # the path from the root of the model, for the report
     path_in_module: Path  # the path that rules see, from the module with the sharding on
     matches: list[int]  # the numbers of the rules that match; the first one decides
     subject: Any  # the value that filters are given: the Variable, or the array
@@ -286,9 +286,9 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
         seen.add(location.slots)
         subject = named.subject(flat.objects, flat.leaves)
         path = tuple(map(plain_key, (*named.part.keys, *location.path)))
-        # Rules may see a path from the module, or from the list or dict that the module is in. The
-        # first path that a rule matches counts. If none is matched, the last one counts, which is
-        # the longest.
+        # Rules may see a path from the module, or from the list or dict that the module is in
+        # (``below`` is the path from there to the module). The first path that a rule matches
+        # counts. If none is matched, the last one counts, which is the longest.
         for candidate in candidates(named.part.below, location.path):
             path_in_module = tuple(map(plain_key, candidate))
             matches = [
@@ -350,7 +350,8 @@ def _rows(
     """
     rule = decision.matches[0] if decision.matches else None  # the number of the rule
     declared = None if rule is None else sharding.shardings[rule]
-    # An array that no rule matches is a fault; a number needs no rule.
+    # An array that no rule matches is a fault. `needs_filter` is False for a number, which needs no
+    # rule.
     is_open = rule is None and needs_filter(decision.location.slots, decision.subject)
     # Filters of strategies say why they leave an array as it is.
     note = None if rule is None else getattr(sharding.filters[rule], "note", None)

@@ -4,7 +4,9 @@ A *strategy* is a way to shard the arguments of a function. Arguments become abs
 shards them on its mesh, and the programs are compiled for their figures, such as memory, only
 (`compiling.py`). `unwrapped`, `abstract_of` and `lowered` serve ``plan`` as well. A *planning mesh*
 has devices to compile for, which need not be attached; `on_topology` puts a TPU topology in context
-for it. A `Lifted` is a function that `jit`, its ``_transform``, has wrapped.
+for it. A `Lifted` is a function that a transform such as `jit` has wrapped, and its ``_transform``
+says which one and with which options; `unjitted` takes such a function and the options apart again.
+`split` replaces modules by a structure and arrays, and `merge` is its inverse.
 """
 
 from __future__ import annotations

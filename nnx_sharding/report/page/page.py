@@ -49,8 +49,9 @@ def html_page(report: Any, title: str | None = None, head: str = "") -> str:
       >>> "<title>train_step</title>" in html_page(report)
       True
     """
-    # What `plan` returned; not by its class, as its package imports this one. ``explained`` returns
-    # lines: a summary, and why others are not the best.
+    # The report may be what `plan` returned. It is not recognised by its class, because the package
+    # of that class imports this one. ``explained`` returns lines: a summary, and why others are not
+    # the best.
     if hasattr(report, "explained"):
         lines = list(report.explained())
         title, head = title or lines[0], head or "\n".join(lines)
@@ -78,7 +79,8 @@ def html_page(report: Any, title: str | None = None, head: str = "") -> str:
         "summary": _escaped(report),  # what `print` shows
         "data": _script_data(report.as_dict()),
     }
-    # In one pass, so that no inserted text is taken for a placeholder.
+    # All placeholders ``{{name}}`` are replaced in one pass, so that no inserted text is taken for
+    # one.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _part("page.html"))
 
 
@@ -107,6 +109,7 @@ def _escaped(text: Any) -> str:
 
 
 def _part(name: str) -> str:
+    """Reads a file next to this module: the template, the style or a part of the script."""
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
