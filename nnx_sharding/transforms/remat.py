@@ -60,7 +60,9 @@ _KEEPS: tuple[Keep, ...] = get_args(Keep)
 class _Rules:
     """A policy by filters for modules, and by the names that ``checkpoint_name`` gives.
 
-    Raises a ``ValueError`` or a ``TypeError`` for wrong rules when it is made.
+    Raises a ``ValueError`` or a ``TypeError`` for wrong rules when it is made. A trace calls
+    `name_outputs` for each call of a module, which fills ``used`` and ``called``. After each call
+    of the function, `check` raises an error for rules that have matched nothing so far.
     """
 
     rules: tuple[tuple[Any, Keep], ...]  # pairs of a filter and what happens to its matches
@@ -176,6 +178,7 @@ def _names_in(jaxpr: Jaxpr) -> set[str]:
 class _Remat(InnerTransform):
     """The options of ``remat``: which values are kept for the backward pass, and how."""
 
+    # Negative positions of static arguments count from the end of a call, as in `jax.checkpoint`.
     counts_from_call: ClassVar[bool] = True
 
     name: str = "remat"

@@ -66,7 +66,17 @@ from .lifted import Lifted, Modes, P, R, lift
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ShardMap(Sharded):
-    """The options of ``shard_map``, and what they decide about specs, checks and the program."""
+    """The options of ``shard_map``, and what they decide about specs, checks and the program.
+
+    The core calls `in_context` before it makes a plan, and goes on with the copy that the method
+    returns. In this copy, two fields of `Sharded` are set:
+
+        mesh      the user's mesh, or the concrete mesh in context; None in a trace if the user gave
+                  none
+        context   the mesh that applies, which may be abstract; None if there is none
+
+    The user's specs are ``in_specs`` and ``out_specs``; their ``tree`` is the prefix as given.
+    """
 
     name: str = "shard_map"
     in_name: str = "in_specs"
@@ -75,6 +85,7 @@ class _ShardMap(Sharded):
     compiled: bool  # whether a call at top level is compiled
 
     passes_shardings: ClassVar[bool] = False
+    # Results are parts of arrays. A spec joins them, and need not divide their shapes.
     divides_outputs: ClassVar[bool] = False
 
     @property
@@ -249,8 +260,8 @@ class _ShardMap(Sharded):
             out_specs=(*plan.out_specs, PartitionSpec()),  # the last one for the outcome
             check_vma=self.check_vma,
         )
-        # The mesh here is the user's. If the user gave none, JAX takes the one in context, which
-        # may have Manual axes in a trace.
+        # In a trace, the mesh is None if the user gave none. Then JAX takes the one in context,
+        # which may have Manual axes.
         mapped = map_over(mesh=self.mesh, axis_names=self.axis_names)
         typed = mapped
         mesh = self.context  # the user's, or the one in context when the plan was made
@@ -270,6 +281,7 @@ class _ShardMap(Sharded):
                 outputs = (NamedSharding(mesh, spec) for spec in plan.out_specs)
                 options["out_shardings"] = (*outputs, None)  # None for the outcome
         jitted = jax.jit(typed, **options)
+        # `typed` itself runs operation by operation outside of a trace.
         top_level: Callable[..., Any] = typed
         traced_each_time: Callable[..., Any] = typed  # for functions that capture arrays
         if self.compiled:  # the user's option ``jit``

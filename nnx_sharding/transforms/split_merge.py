@@ -17,8 +17,12 @@ From other modules:
                         and the index of the Variable (``object_index``), or None for an array
     value_at            the content of a location: an array, or the pytree that the Variable holds
     pytree_of           the container of the pytree in a Variable, from its entry; otherwise None
+    unflatten           makes the objects of a structure around leaves, and their pytree (``root``);
+                        takes the objects of ``existing``, by index, as they are instead of new ones
     rebuild             writes other arrays into the objects of a `Flat`; returns their graph
+    node_changes        the attributes of a module that differ from an earlier form of the module
     update_operations   the operations that give objects a new state; `perform` does all at once
+    parts_of            the children of an entry or a container, by path
     by_kind             lines for an error, under a title for each kind of problem that has any
 """
 
@@ -177,6 +181,7 @@ def _merge_into(old_flat: Flat, structure: Structure, leaves: Sequence[object]) 
         if change is not None:
             removed = tuple(key for key in old_entry.keys if key not in entry.keys)
             changes.append(change._replace(removed=removed))
+    # `update_operations` makes everything new, but changes nothing; so `perform` cannot fail.
     operations = update_operations(
         structure,
         leaves,

@@ -25,6 +25,11 @@ From other modules:
     rebuild         writes other arrays into the objects of a `Flat`, all in one step, so that an
                     error or an interrupt leaves all old values or all new ones
     type_spec       the spec over Explicit axes in the type of an array; None without such axes
+    apply_shardings gives each array a sharding; an array whose sharding is None stays as it is
+    SCHEDULE_USES   a context variable with the record of how stacks are used, if a strategy runs
+                    whole stacks, such as a pipeline; otherwise None. ``take_out`` records that
+                    layers of a stack are used one by one
+    modules_in      the modules in a module, itself included, each with its path
 """
 
 from __future__ import annotations

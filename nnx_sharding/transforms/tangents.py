@@ -11,6 +11,9 @@ From other modules:
     unflatten        makes new objects from a structure and leaves; ``root`` is their pytree
     replace_slots    a copy of a list of arrays with others in some slots
     leaves_by_path   the leaves of a pytree by path; ``slots_by_path`` has the same paths
+    Structure        flattened objects without arrays: ``root`` is their pytree; ``root_slots`` are
+                     the slots of the arrays in it outside of objects; ``walk`` yields where each
+                     Variable and array is, with its path and slots
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ From other modules:
     type_mesh       the mesh in the type of an array; None without one
     retype          gives an array another spec on a mesh, in its type
     replace_slots   a copy of a list of arrays with others in some slots
+    type_as_in_jit  gives arrays that are on no mesh the mesh in context in their types, replicated
+    axes_of         the mesh axes in one entry of a spec; ``spec_axes`` has those of all entries
+    pad_entries     the entries of a spec, with None for the dimensions that the spec leaves out
 """
 
 from __future__ import annotations
@@ -119,7 +122,10 @@ def vmap(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Vmap(Mapped):
-    """The options of ``vmap``, and what they decide: the mapped function, and checks of results."""
+    """The options of ``vmap``, and what they decide: the mapped function, and checks of results.
+
+    ``options`` are those of `jax.vmap`, as pairs of a name and a `Static` with the value.
+    """
 
     name: str = "vmap"
 
