@@ -3,6 +3,15 @@
 While a function is traced, each call of a module asks the first *filter* that matches the module's
 path for an ``InOutSharding``: the specs of the call's input and output. A strategy may also replace
 the call, for example to run layers in the stages of a pipeline (``CallSchedule``).
+
+From other modules:
+
+    Tag               the facts about a module in a trace: the argument or outermost module that it
+                      is in, the path in this, and the declarations for the module
+    filter_pairs      pairs of filter and spec, from a mapping or from pairs
+    module_predicate  the predicate ``(path, module) -> bool`` of a filter; a string is a regular
+                      expression for paths
+    suggested_spec    the end of a message: what to write instead of a value; "" if unknown
 """
 
 from __future__ import annotations
@@ -121,6 +130,7 @@ class InOutSharding:
     method: str = "__call__"
     axis_types: AxisType | None = None
     schedule: CallSchedule | None = None
+    # The leaves of ``output`` and ``input``: specs, StateShardings and None. The hash uses them.
     _leaves: tuple[Any, ...] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -263,6 +273,7 @@ class ActivationSharding:
 
     @functools.cached_property
     def _predicates(self) -> tuple[Predicate, ...]:
+        """The predicate of each filter; raises a ``TypeError`` for what is no filter."""
         return tuple(map(module_predicate, self.filters))
 
     def extended(
@@ -326,6 +337,7 @@ class ActivationSharding:
 
     @property
     def _pairs(self) -> Iterable[tuple[Predicate, InOutSharding]]:
+        """The predicate and the shardings of each filter, in the order in which they are tried."""
         return zip(self._predicates, self.shardings, strict=True)
 
     def __repr__(self) -> str:

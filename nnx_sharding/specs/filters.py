@@ -92,20 +92,22 @@ def spelling_hint(filter_: object, keys: Iterable[object]) -> str:
 
 
 def without_first_keys(filter_: object, paths: Collection[Path]) -> str:
-    """Returns a filter for paths, as text, without the first keys, if it then matches a path.
+    """Returns a filter for paths, as text, without its first keys, if it then matches a path.
 
-    Filters for a whole model match nothing in a module of it, whose paths start at the module: of
-    ``PathRegex("blocks/0/up/kernel")`` and the path ``up/kernel``, it returns
-    ``PathRegex('up/kernel')``; for ``down/kernel``, nothing. Of filters in a tuple, the first
-    counts; filters other than patterns and paths have no keys to leave out.
+    Returns "" otherwise. A filter for a whole model matches nothing in a module of the model,
+    because paths start at the module there. For ``PathRegex("blocks/0/up/kernel")`` and the path
+    ``up/kernel``, the result is ``PathRegex('up/kernel')``; for ``down/kernel``, it is "". The
+    first filter in a tuple that gives a text decides. Filters other than patterns and paths have no
+    keys that could be left out.
 
     Args:
       filter_: the filter.
-      paths: those of the Variables that it is for.
+      paths: the paths of the Variables that the filter is for.
     """
     if isinstance(filter_, tuple):
         return next(filter(None, (without_first_keys(part, paths) for part in filter_)), "")
     if type(filter_) is nnx.filterlib.PathIn:  # a strategy makes `Paths`, which nobody rewrites
+        # Each path of the filter without its first keys, in all lengths.
         ends = {path[start:] for path in filter_.paths for start in range(1, len(path))}
         found = next((path for path in paths if path in ends), None)
         return repr(nnx.filterlib.PathIn(found)) if found else ""
@@ -117,7 +119,8 @@ def without_first_keys(filter_: object, paths: Collection[Path]) -> str:
         end = filter_.text[slash + 1 :]
         with contextlib.suppress(TypeError, ValueError, re.error):  # what is left may be invalid
             pattern = type(filter_)(end)
-            # From the start of the path: the keys before are what was left out.
+            # The rest has to match from the start of the path, because the keys that were left out
+            # would come before it.
             match = re.compile(pattern._regex(), flags).match
             if any(match(text) and not _starts_with_any(match, text) for text in texts):
                 return repr(pattern)
@@ -127,15 +130,22 @@ def without_first_keys(filter_: object, paths: Collection[Path]) -> str:
 def _starts_with_any(match: Callable[[str], Any], text: str) -> bool:
     """Whether a pattern that matches a path would match with other keys at its start, too.
 
-    So do ``.*kernel``, ``[^/]+/kernel`` and an empty pattern, which show nothing about the path.
+    This is so for ``.*kernel``, ``[^/]+/kernel`` and an empty pattern. That such a pattern matches
+    shows nothing about the path.
+
+    Args:
+      match: the ``match`` of the pattern, compiled as a regular expression.
+      text: the path that the pattern matches.
     """
     _, slash, rest = text.partition("/")
-    return any(map(match, (f"\0/{text}", f"\0{slash}{rest}")))  # no key contains a null
+    # The path with one more key before it, and with another first key. No key contains a null.
+    return any(map(match, (f"\0/{text}", f"\0{slash}{rest}")))
 
 
 def _slashes(pattern: str) -> Iterator[int]:
     """Yields the positions of slashes in a pattern that are outside of brackets."""
-    depth = 0
+    depth = 0  # the number of parentheses around the position
+    # The matches are escapes and brackets as a whole, so that what is in these is not counted.
     for match in re.finditer(r"\\.|\[[^\]]*\]|[(/)]", pattern):
         depth += {"(": 1, ")": -1}.get(match[0], 0)
         if match[0] == "/" and not depth:
@@ -248,7 +258,14 @@ class Paths(nnx.filterlib.PathIn):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PathPattern:
-    """Base class of filters that match paths by a pattern."""
+    """Base class of filters that match paths by a pattern.
+
+    A subclass translates its pattern to a regular expression (:meth:`_regex`).
+
+    Attributes:
+      pattern: what the user wrote: a string, or a compiled regular expression.
+      search: searches the regular expression in the text of a path; None if it is not found.
+    """
 
     pattern: str | re.Pattern[str]
     search: Callable[[str], Any] = dataclasses.field(init=False, compare=False)
@@ -259,7 +276,7 @@ class PathPattern:
         if not isinstance(getattr(self.pattern, "pattern", self.pattern), str):
             raise TypeError(f"{type(self).__name__} takes a string, not {self.pattern!r}.")
         try:
-            search = re.compile(self._regex()).search  # the subclass translates its pattern
+            search = re.compile(self._regex()).search
         except re.error as error:
             hint = "PathRegex is for regular expressions, PathGlob for blocks/*/kernel"
             raise ValueError(f"{self!r}: {error}. {hint}.") from None

@@ -38,8 +38,10 @@ class Mismatch(NamedTuple):
 
     reason: str
     # "unknown": the mesh has no such axis. "unusable": the spec may not name the axis here.
+    # "repeated": the spec names it several times. "rank": the spec has more entries than the array
+    # has dimensions. "indivisible": axes do not divide a dimension. "other": all other reasons.
     kind: Literal["unknown", "unusable", "repeated", "rank", "indivisible", "other"] = "other"
-    axes: tuple[Any, ...] = ()
+    axes: tuple[Any, ...] = ()  # only the first three kinds have axes
 
     @property
     def is_about_mesh(self) -> bool:
@@ -53,7 +55,7 @@ class Mismatch(NamedTuple):
 class Fit(NamedTuple):
     """How a sharding fits a mesh and a shape."""
 
-    declared: Any
+    declared: Any  # the spec or sharding that was checked
     shape: tuple[int, ...] | None  # None if only the mesh was considered
     sharding: Any  # if there are no problems, the part that fits: a spec or a NamedSharding
     corrections: tuple[Mismatch, ...]  # the mismatches that were corrected
@@ -111,7 +113,7 @@ def fit_sharding(
     """
     shape = None if shape is None else tuple(shape)
     pair = spec_and_mesh(sharding, mesh)
-    if pair is None:
+    if pair is None:  # a sharding of another kind, a spec without a mesh, or no sharding
         return _fit_without_spec(sharding, shape)
     declared, mesh = pair
     spec = declared  # corrections change this

@@ -3,6 +3,14 @@
 A ``StateSharding`` is an ordered list of *filters*, each with a sharding. The first filter that
 matches a Variable decides. A filter of NNX is a type of Variables, a tag, a pattern for paths, or a
 function.
+
+From ``filters.py`` and ``errors.py``:
+
+    Paths          a filter that lists paths, as strategies make it
+    filter_pairs   pairs of filter and sharding, from a mapping or from pairs
+    is_opaque      whether a predicate is, or holds, a user's function, which may read shapes
+    subject_text   a Variable or array as text: ``Param of shape (2,)``
+    shortened      the first ten texts, and how many more there are
 """
 
 from __future__ import annotations
@@ -68,6 +76,13 @@ class StateSharding:
         in Flax; for paths, use :class:`~nnx_sharding.filters.PathRegex`.
       shardings: the sharding of each filter.
 
+    Private attributes:
+
+        _tests          the predicate of each filter, and for a pattern the search of its regular
+                        expression, which gets the path as text; None for any other filter
+        _has_patterns   whether any filter is a pattern
+        _key            what ``==`` and the hash use; a subclass adds to it
+
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
@@ -116,8 +131,8 @@ class StateSharding:
         )
         raise_if_any(TypeError, head, wrong, remedy, "not-a-spec")
         predicates = [to_predicate(filter_) for filter_, _ in pairs]
-        # `find` calls the predicate of each filter. For a pattern it calls `search` with the text
-        # of the path instead, because there may be many patterns, and the text is made only once.
+        # `find` calls predicates. For a pattern, it calls `search` with the path as text instead,
+        # because there may be many patterns, and the text is made only once.
         searches = [p.search if isinstance(p, PathPattern) else None for p in predicates]
         # Attributes are set through `vars`, because a frozen class refuses to set them.
         vars(self).update(
