@@ -189,7 +189,10 @@ class ModelHandler(ocp.StandardCheckpointHandler):  # type: ignore[misc]
     """Saves and restores models; Orbax finds it by :class:`ModelSave` and :class:`ModelRestore`."""
 
     async def async_save(self, directory: FilePath, args: ModelSave) -> list[_Written]:
-        """Starts to write the arrays of a :class:`ModelSave`; returns futures for Orbax."""
+        """Starts to write the arrays of a :class:`ModelSave`; returns futures for Orbax.
+
+        The list has one future, which waits for all arrays and then completes the checkpoint.
+        """
         with Operation("save", directory) as operation:
             flat, arrays = check_storable(args.tree)
             # The processes have to agree before their devices compute together in the next line.

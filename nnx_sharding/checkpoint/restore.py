@@ -98,6 +98,10 @@ def _names_in_checkpoint(stored: Stored, arrays: Sequence[NamedArray]) -> dict[i
     The model's name is ``("up", "kernel", "value")``. A checkpoint that Orbax alone wrote may have
     ``("up", "kernel")`` instead, from `nnx.to_pure_dict`. Or the model has a bare array where the
     checkpoint has a Variable. So plain names, without the "value", are compared as well.
+
+    Args:
+      stored: the checkpoint.
+      arrays: the arrays of the model that are to be restored.
     """
     by_plain_name = {entry.plain_name: name for name, entry in stored.entries.items()}
     found: dict[int, Name] = {}
@@ -126,6 +130,11 @@ def _shardings(
 
     A ``mesh`` without a ``sharding`` replaces the mesh of the model's shardings, whose specs stay.
     None is for the default device, and for leaves that stay NumPy arrays or numbers.
+
+    Args:
+      args: the user's ``sharding`` and ``mesh``, and the tree.
+      flat: the tree, flattened.
+      arrays: the arrays of the tree that are to be restored.
 
     Raises:
       ValueError: shardings do not divide their arrays, or have no devices; all are listed.
@@ -271,6 +280,7 @@ def _further(stored: Stored, targets: Sequence[_Target], flat: Flat) -> list[str
     """
 
     def pattern(name: Name) -> Name:
+        """Returns a name with 0 for each number but the first key."""
         first, *rest = name or ("",)
         return (first, *("0" if key.isdecimal() else key for key in rest))
 
@@ -325,10 +335,11 @@ def _shardings_to_read(stored: Stored, targets: Sequence[_Target]) -> dict[Name,
 
 
 def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tuple[NamedArray, Any]]:
-    """Returns each array of the model with its new value.
+    """Returns each array of the model with its new value, in its dtype and sharding.
 
-    ``values`` has the arrays that were read, by name. The dict is emptied, so that the memory is
-    free for the arrays that follow.
+    ``targets`` are the arrays, all of which the checkpoint has, because `_check_fit` has raised an
+    error otherwise. ``values`` has the arrays that were read, by name. The dict is emptied, so that
+    the memory is free for the arrays that follow.
 
     Raises:
       CheckpointError: integers would wrap; all such arrays are listed.

@@ -304,8 +304,13 @@ def _read_region(
 ) -> np.ndarray[Any, Any]:
     """Reads the values of a region of an array from all tensors that fill it.
 
-    The dtypes of tensors whose numbers do not fit into the dtype of ``leaf`` are added to
-    ``misfits``.
+    Args:
+      leaf: the array of the model, whose dtype the result has.
+      parts: the tensors that fill the array, each with its placement. Together they fill all of it,
+        because `fill_by_rules` has raised an error otherwise.
+      bounds: the region.
+      misfits: a set to which the dtypes of tensors are added whose numbers do not fit into the
+        dtype of ``leaf``.
     """
     result = aligned([last - first for first, last in bounds], leaf.dtype)
     for placement, tensor in parts:
@@ -346,6 +351,10 @@ def _fits(values: np.ndarray[Any, Any], converted: np.ndarray[Any, Any]) -> bool
 
     Both dtypes are integers, or both are floats, or both complex, because `names.is_castable`
     allows no other pairs.
+
+    Args:
+      values: the numbers in the dtype of the file.
+      converted: the same numbers in the dtype of the model.
     """
     old, new = values.dtype, converted.dtype
     if not values.size or old == new:
@@ -366,6 +375,13 @@ def _chunks(
     """Splits a region of an array along one dimension into chunks of about `_CHUNK` bytes.
 
     The chunks are larger if no dimension is long enough for so many chunks.
+
+    Args:
+      data: the values of the region.
+      bounds: the region.
+
+    Yields:
+      The region of a chunk, in the array, and a view of its values.
     """
     num_chunks = -(-data.nbytes // _CHUNK)  # rounded up
     if num_chunks <= 1:
@@ -455,7 +471,13 @@ def save_safetensors(
 def _create_files(
     release: Release, groups: Sequence[Sequence[str]], tensors: Mapping[str, NewTensor]
 ) -> None:
-    """Creates the files without values, and their index, unless there is only `MODEL_FILE`."""
+    """Creates the files without values, and their index, unless there is only `MODEL_FILE`.
+
+    Args:
+      release: the names of the files, and the draft to write them into.
+      groups: for each file, the names of its tensors.
+      tensors: all tensors, by name.
+    """
     located: dict[str, str] = {}  # the name of the file of each tensor
     for name, group in zip(release.files, groups, strict=True):
         tensor_files.create(release.draft.folder / name, {x: tensors[x] for x in group})
@@ -493,7 +515,11 @@ def _write(
 ) -> None:
     """Writes the shards of an array that this process holds into a tensor.
 
-    ``placement`` is the place of the tensor in the array.
+    Args:
+      writer: the writer of the tensor's file.
+      tensor: the tensor.
+      placement: the place of the tensor in the array.
+      value: the array.
     """
     for region, data in _shards(value):
         for box, values in _boxes_in_region(placement, region, data):

@@ -304,6 +304,11 @@ class Checkpoints:
         """Sets the data to its state in a step, then reads the model, and returns its tree.
 
         If reading the model fails, the tree is unchanged, and the data get their old state back.
+
+        Args:
+          step: the number of the step, which exists.
+          args: the tree to restore, and options.
+          data: a data iterator, or None.
         """
         old_state = None
         if data is not None:

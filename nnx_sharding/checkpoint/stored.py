@@ -202,8 +202,8 @@ def is_checkpoint(folder: FilePath) -> bool:
 def check_replaceable(folder: FilePath, overwrite: bool) -> None:
     """Raises a FileExistsError if a folder exists and is not to be replaced.
 
-    Only a folder with nothing but a checkpoint may be replaced, because all files in it are then
-    deleted.
+    Without ``overwrite``, no folder is to be replaced. With it, only a folder with nothing but a
+    checkpoint may be replaced, because all files in it are then deleted.
     """
     if not folder.exists():
         return
@@ -428,7 +428,8 @@ def load(
 def _read(stored: Stored, wanted: Mapping[Name, Sharding | None]) -> dict[Name, Any]:
     """Reads arrays as :func:`load` does, but compares no checksums.
 
-    Arrays without elements, which Orbax has not stored, are made here.
+    ``wanted`` has the sharding of each array by its name; None to read it to the host. Arrays
+    without elements, which Orbax has not stored, are made here.
     """
     treedef: Any = jax.tree.structure(stored.tree)
     # The request to Orbax has a value and options for each of its leaves, in its order. Orbax skips

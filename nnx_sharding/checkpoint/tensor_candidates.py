@@ -228,7 +228,8 @@ def _in_order(form: str, order: Order) -> list[str]:
 def _may_split_heads(dimensions: list[str], convention: Convention) -> bool:
     """Whether names allow that the array splits the dimension of the tensor that has heads.
 
-    True as well if the form has no heads, or is a vector.
+    True as well if the form has no heads, or is a vector. ``dimensions`` are the tensor's, such as
+    ``["(h d)", "in"]``, and ``convention.heads`` is the dimension of heads; None if it is unknown.
     """
     has_heads = any(dimension.startswith("(") for dimension in dimensions)
     if not has_heads or len(dimensions) == 1:
@@ -239,7 +240,10 @@ def _may_split_heads(dimensions: list[str], convention: Convention) -> bool:
 
 
 def _is_usual(axes: list[str], dimensions: list[str], convention: Convention) -> bool:
-    """Whether these axes of an array are the usual ones for a tensor of these dimensions."""
+    """Whether these axes of an array are the usual ones for a tensor of these dimensions.
+
+    Nothing is usual if names do not tell an order (``convention.order`` is None).
+    """
     # Kernels of Flax have all inputs before all outputs.
     if convention.order == "in, out":
         return axes[0] == "in" or axes[-1] == "out" or {"in", "out"}.isdisjoint(axes)

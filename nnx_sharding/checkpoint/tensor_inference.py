@@ -335,7 +335,12 @@ class _Matching:
                 self._misfits.append(line)
 
     def _add_rule(self, fit: _Fit, way: Candidate) -> None:
-        """Adds the rule of an array, and a row of the table for the first array of its template."""
+        """Adds the rule of an array, and a row of the table for the first array of its template.
+
+        Args:
+          fit: the array and its tensors.
+          way: the way in which the tensors fill it.
+        """
         link = fit.link
         template, path = link.tensors.template.text, link.path(fit.numbers)
         tensor = way.rule(path)
@@ -486,7 +491,9 @@ def _fits(link: Link, in_any_order: Collection[str]) -> Iterator[_Fit]:
 def _convention(link: Link, *, in_any_order: bool) -> Convention:
     """Returns the facts that names tell about the dimensions of an array and its tensor.
 
-    ``in_any_order`` says whether the array is a kernel whose dimensions may be in any order.
+    Args:
+      link: the groups of the array and the tensor.
+      in_any_order: whether the array is a kernel whose dimensions may be in any order.
     """
     arrays, tensors = link.arrays.template, link.tensors.template
     leaf = arrays.text.rpartition("/")[2]  # "blocks/{}/up/kernel" → "kernel"

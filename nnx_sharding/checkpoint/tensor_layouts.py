@@ -227,7 +227,8 @@ class _Range(NamedTuple):
 def _split(first: int, last: int, lengths: Sequence[int]) -> list[_Range]:
     """Splits a range of a dimension into parts that are a range of each of its axes.
 
-    With axes of the ``lengths`` 3 and 4, the elements 2:11 become three parts:
+    The range is ``first:last``, and the dimension consists of axes of these ``lengths``. With axes
+    of the lengths 3 and 4, the elements 2:11 become three parts:
 
         _Range(2, 4, [(0, 1), (2, 4)])      the end of index 0 of the first axis
         _Range(4, 8, [(1, 2), (0, 4)])      whole indices; several of them are one part

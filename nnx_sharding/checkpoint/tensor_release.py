@@ -102,6 +102,8 @@ class Release:
 def new_release(folder: Path, count: int, *, overwrite: bool) -> Iterator[Release]:
     """Begins a release of ``count`` files; sweeps the folder, and deletes the draft at the end.
 
+    Without ``overwrite``, a CheckpointError is raised if the folder has a model.
+
     The caller writes the files to the draft and calls ``publish`` within the context. Without that,
     for example after an error, the folder stays as it was.
     """

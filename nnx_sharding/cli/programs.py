@@ -382,7 +382,8 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 def _warn_if_unsharded(arguments: argparse.Namespace, name: str, report: ProgramReport) -> None:
     """Prints a warning if a program has a mesh but no shardings, the most frequent mistake.
 
-    ``name`` is the name of the program in the output of the command.
+    No sharding means that each device holds all bytes of all arguments. ``name`` is the name of the
+    program in the output of the command.
     """
     is_replicated = all(row.bytes_per_device == row.bytes_total for row in report.parameters)
     if report.num_devices > 1 and report.parameters and is_replicated:
@@ -494,6 +495,8 @@ def _search(
     show: Callable[[argparse.Namespace, T], int],
 ) -> int:
     """Makes a result as `_call_user_function` does, and shows it; returns the exit code.
+
+    ``show`` prints and writes a result, and returns the exit code if nothing interrupts the search.
 
     SIGTERM has the effect of Ctrl-C, because a search takes minutes to hours, and batch systems end
     a job with SIGTERM: the results until then are shown and written to the files, and the exit code
@@ -649,7 +652,13 @@ def _use_virtual_devices(number: int) -> None:
 
 
 def _make_report(arguments: argparse.Namespace, target: str, value: Any) -> ProgramReport:
-    """Compiles a program that a function returned, and returns its report."""
+    """Compiles a program that a function returned, and returns its report.
+
+    Args:
+      arguments: the command line.
+      target: what the user's function is called in messages.
+      value: what it returned: a report, or anything that `_stage_of` takes.
+    """
     hardware = arguments.hardware
     # A function may compile by itself, with options that the command line lacks.
     if isinstance(value, ProgramReport):
@@ -664,7 +673,10 @@ def _make_report(arguments: argparse.Namespace, target: str, value: Any) -> Prog
 
 
 def _make_lines(arguments: argparse.Namespace, target: str, value: Any) -> LineTable:
-    """Compiles a program that a function returned, unless it is traced, and lists its lines."""
+    """Compiles a program that a function returned, unless it is traced, and lists its lines.
+
+    The arguments are those of `_make_report`, but ``value`` may be no report.
+    """
     with user_code(f"what {target} returned cannot be compiled"):
         if isinstance(value, Traced):  # lines of a traced program have costs, but no hardware
             _check_donate(arguments, target, value)

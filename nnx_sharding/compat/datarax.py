@@ -270,6 +270,7 @@ class ArraySharder(nnx.Module):
     ) -> NamedSharding:
         """Returns the sharding of an array by its logical names; raises an error if none fits."""
         spec = self.get_partition_spec(logical_spec)
+        # An abstract array serves to check the spec, because shapes are all that matters.
         abstract = jax.ShapeDtypeStruct(shape, "float32")  # any dtype would do
         # ``whole`` refuses UNCONSTRAINED dimensions, because a compiler would choose their axes.
         options: Any = {"mesh": mesh, "caller": "create_sharded_param", "whole": True}

@@ -508,6 +508,7 @@ def make_shard_and_gather_fns(
         return with_sharding_constraint(tree, spec, mesh=mesh)
 
     def gather(spec: Any, tree: object) -> Any:
+        """Returns the part of a model for one spec, with NumPy arrays."""
         # The specs of the sharding, or of a `StateSharding`, are replaced by P(), because an array
         # that each device has as a whole can be copied to the host even with several processes.
         full = replace_spec(spec, PartitionSpec())
@@ -572,6 +573,7 @@ def get_partition_spec(tree: Any) -> Any:
     """
 
     def read(leaf: object) -> Any:
+        """Returns the spec of a leaf, or `_NO_RESULT`."""
         sharding = sharding_of(leaf)
         if isinstance(sharding, NamedSharding):
             return sharding.spec
