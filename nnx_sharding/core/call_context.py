@@ -93,7 +93,7 @@ def current_caller() -> Caller | None:
 
 @contextlib.contextmanager
 def called_by(caller: Caller | None) -> Iterator[None]:
-    """Attributes traces within the block to this call."""
+    """Attributes traces within the block to this call; to none if ``caller`` is None."""
     outer_fields = CALLER.fields
     CALLER.fields = caller
     try:

@@ -238,7 +238,10 @@ def _is_compared(transform: Sharded, leaf: AnyArray, mesh: AnyMesh) -> bool:
 def _compared_axes(transform: Sharded, mesh: AnyMesh) -> frozenset[AxisName]:
     """Returns the Explicit axes over which JAX compares the type of an array with its spec.
 
-    ``mesh`` is the mesh in the type of the array.
+    Args:
+      transform: has the mesh that applies to the call (``context``), and the axes that specs may
+        name (``usable_axes``; None for all axes).
+      mesh: the mesh in the type of the array.
     """
     # If JAX gets shardings as an option, it compares on the mesh of the type. Otherwise it compares
     # on the mesh that applies to the call.

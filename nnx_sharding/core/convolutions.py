@@ -136,7 +136,10 @@ def is_grouped(eqn: Any) -> bool:
 
 
 def _call_of_products(eqn: Any) -> _NewEquation:
-    """Returns the replacement for a convolution in a jaxpr: a call of ``as_products``."""
+    """Returns the replacement for a convolution in a jaxpr: a call of ``as_products``.
+
+    ``eqn`` is the convolution. Its operands and results are those of the call as well.
+    """
     out = eqn.outvars[0].aval.sharding  # a sharding on the mesh of the operands
     products: Callable[..., Any] = functools.partial(as_products, **eqn.params)
     if explicit := axes_of_type(out.mesh, AxisType.Explicit):
@@ -175,9 +178,21 @@ def as_products(
     """Returns the result of ``jax.lax.conv_general_dilated_p`` with these parameters, by products.
 
     This either adds up a product for each position of the kernel, or makes a product for each
-    position of the output, whichever are fewer. ``dimension_numbers`` has the order of the
-    dimensions of both operands and of the result. Here rows come first, then channels, then spatial
-    dimensions.
+    position of the output, whichever are fewer. In this function rows come first, then channels,
+    then spatial dimensions.
+
+    Args:
+      lhs: the input.
+      rhs: the kernel.
+      window_strides: the distance of windows in the input, for each spatial dimension.
+      padding: how many zeros come before and after the input, for each spatial dimension.
+      lhs_dilation: the distance that the positions of the input get by zeros between them.
+      rhs_dilation: the distance of the positions of one window in the input.
+      dimension_numbers: the order of the dimensions of ``lhs``, ``rhs`` and the result.
+      feature_group_count: the number of groups of channels.
+      batch_group_count: the number of groups of rows.
+      precision: that of the products.
+      preferred_element_type: the type of the result; None for that of the operands.
     """
     groups = feature_group_count * batch_group_count  # one of the two is 1, or JAX refuses them
     x = lax.transpose(lhs, dimension_numbers.lhs_spec)  # (rows, channels, *spatial)

@@ -190,7 +190,8 @@ def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:
 
     Nothing is moved for such a trace. Instead, an abstract array with the declared sharding takes
     the place of an array that a call would move. The user may also pass abstract arrays. These get
-    the declared sharding here unless JAX gives it to them.
+    the declared sharding here unless JAX gives it to them, as it does if they have no sharding and
+    JAX gets the declared ones as an option.
     """
     transform = plan.transform
     result = list(leaves)

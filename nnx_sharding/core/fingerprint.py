@@ -59,7 +59,7 @@ class Fingerprint:
     The list has the ids of codes and classes, because comparing two codes would compare their
     instructions. Codes are kept alive, so that no other code gets the id. Classes are not kept
     alive, because they may hold the function. Once a class is collected, the fingerprint equals no
-    other.
+    other. The private attribute ``_hash`` is the hash of the list.
     """
 
     tokens: tuple[Hashable, ...]  # the list (``listing.py``): plain values and ids

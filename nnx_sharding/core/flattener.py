@@ -208,7 +208,8 @@ class Flattener:
     def link_index(self, index: int, position: int = UNRECORDED) -> int:
         """Records a link to the object with an index, and returns the index.
 
-        The first link to an object adds it to the objects that are to be described.
+        The first link to an object adds it to the objects that ``describe_pending`` describes.
+        ``position`` is where a recorder can read the link again.
         """
         if self.recorder is not None:
             # Each link is recorded, because a guard compares which objects are shared.
@@ -242,7 +243,10 @@ class Flattener:
         self._current = -1
 
     def _describe(self, index: int, obj: object) -> Entry:
-        """Returns the entry of an object; links the objects in it, and adds its arrays."""
+        """Returns the entry of an object; links the objects in it, and adds its arrays.
+
+        ``index`` is that of ``obj``, which has been linked already.
+        """
         # The entry before the call is used again if nothing has changed but a Variable's array.
         earlier_entry = None if self.snapshot is None else self.snapshot.entry_of(index, obj)
         if earlier_entry is not None:

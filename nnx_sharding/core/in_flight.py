@@ -49,7 +49,8 @@ def wait_for_some(groups: Sequence[OutputGroup]) -> None:
     """
     _IN_FLIGHT.count += 1
     if _IN_FLIGHT.count >= MAX_IN_FLIGHT:
-        # False: the program runs on one device, so the next program is waited for instead.
+        # False: the program runs on one device, so the next program is waited for instead. The
+        # count stays at the limit or above until then.
         has_waited = wait(groups)
         if has_waited:
             _IN_FLIGHT.count = 0

@@ -74,7 +74,10 @@ def locate(structure: Structure, arguments: Sequence[Argument]) -> list[NamedLoc
 
 
 def slot_names(num_leaves: int, locations: Sequence[NamedLocation]) -> list[str]:
-    """Returns the first expression for each array, by slot; "" for an array in no location."""
+    """Returns the first expression for each array, by slot; "" for an array in no location.
+
+    ``num_leaves`` is the number of all arrays. An array has several locations if parts share it.
+    """
     names = [""] * num_leaves
     for named in locations:
         for slot in named.location.slots:

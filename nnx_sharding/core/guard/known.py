@@ -70,6 +70,9 @@ _MODELS: dict[int, _KnownModel] = {}
 def flatten_known(tree: object) -> Flat:
     """Returns what ``flatten`` does, without reading in Python a module that has not changed.
 
+    Only a module that has weak references is looked up and remembered; any other pytree is just
+    flattened.
+
     A structure that is remembered keeps no static object alive. Within a trace nothing is looked up
     or remembered, because the objects may hold tracers.
     """

@@ -60,7 +60,8 @@ class Matched(NamedTuple):
 class Walk(Protocol):
     """A recipe, ready to be followed.
 
-    An error that a method raises means the same as None: the graph may have changed.
+    The methods take the arguments of a call as one tuple, those by keyword last. An error that a
+    method raises means the same as None: the graph may have changed.
     """
 
     recipe: Recipe
