@@ -373,7 +373,12 @@ def check_storable(tree: Any) -> tuple[Flat, list[NamedArray]]:
 
 
 def _value_for_orbax(leaf: Any) -> Any:
-    """Returns an array or a number in a form that Orbax can store."""
+    """Returns an array or a number in a form that Orbax can store.
+
+    A reference becomes its value. Numbers that Orbax does not store, and arrays that only this of
+    several processes has, become NumPy arrays. All other arrays and numbers are returned unchanged,
+    except that the order of bytes may change.
+    """
     value = leaf[...] if names.is_reference(leaf) else leaf
     if not isinstance(value, jax.Array):
         # Orbax stores bool, int and float, but no other numbers. NumPy numbers become arrays as

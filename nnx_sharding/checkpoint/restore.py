@@ -174,9 +174,9 @@ def _shardings(
 class _Target(NamedTuple):
     """One array to restore, and its name in the checkpoint."""
 
-    array: NamedArray
+    array: NamedArray  # the array of the model
     sharding: Sharding | None  # None for the default device, and for the host
-    name: Name  # the name in the checkpoint, if it has the array
+    name: Name  # the name in the checkpoint; if the checkpoint lacks the array, that in the model
 
 
 def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | type]:
@@ -274,13 +274,18 @@ def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> 
 def _further(stored: Stored, targets: Sequence[_Target], flat: Flat) -> list[str]:
     """Returns the paths of arrays that ``only`` would have selected, if the model had them.
 
-    These are such as those of layers 6 to 11, where the model has six. Their paths differ from that
-    of an array that was read only in numbers. The first key does not count: where a tuple of models
-    was saved, any of them may be restored alone.
+    If the model has six layers and the checkpoint has twelve, these are the arrays of layers 6 to
+    11. The name of each differs only in numbers from the name of an array that was read. The first
+    key has to be equal, because one model of a saved tuple may be restored alone.
+
+    Args:
+      stored: the checkpoint.
+      targets: the arrays that were read.
+      flat: the tree, flattened.
     """
 
     def pattern(name: Name) -> Name:
-        """Returns a name with 0 for each number but the first key."""
+        """Returns a name with 0 in place of each key that is a number, except the first key."""
         first, *rest = name or ("",)
         return (first, *("0" if key.isdecimal() else key for key in rest))
 

@@ -532,7 +532,7 @@ def _write(
 
 
 class NewTensor(NamedTuple):
-    """A tensor to write."""
+    """A tensor to write, and the arrays from which its values come."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -599,7 +599,10 @@ def _group_into_files(tensors: Mapping[str, NewTensor], max_shard_size: int) -> 
 
 
 def _shards(value: Array) -> Iterator[tuple[Region, np.ndarray[Any, Any]]]:
-    """Yields the regions of an array that this process writes, with their values."""
+    """Yields the regions of an array that this process writes, with their values.
+
+    All processes together write each element once.
+    """
     # If each process has the whole array, the first one writes it.
     if not names.is_global(value) and jax.process_index() != 0:
         return

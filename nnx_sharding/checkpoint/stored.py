@@ -124,7 +124,7 @@ def contents(path: str | os.PathLike[str]) -> Contents:
 
 
 class Entry(NamedTuple):
-    """One array before it is read."""
+    """One array of a checkpoint before it is read, as Orbax's metadata and the manifest say."""
 
     array: StoredArray  # for PRNG keys, without the dimension of their words
     plain_name: Name  # the name without the key of the Variable's value

@@ -222,7 +222,10 @@ class _Fit:
         return self.link.arrays.shapes[self.numbers]
 
     def orders(self) -> set[Order]:
-        """Returns the orders in which a usual way fits; without any, those with any way."""
+        """Returns the orders in which a usual way fits.
+
+        If there are none, returns the orders in which any way fits.
+        """
         fitting = {order for order, ways in self.by_order.items() if ways}
         usual = {order for order in fitting if any(x.is_usual for x in self.by_order[order])}
         return usual or fitting
@@ -232,7 +235,10 @@ class _Fit:
         return way.stacked_at[self.link.stacked.index(counter)]
 
     def chosen_way(self) -> Candidate | None:
-        """Returns the only way, or the only usual one of several; None if it is ambiguous."""
+        """Returns the only way, or the only usual one of several.
+
+        Returns None if there is no way, or if the choice is ambiguous.
+        """
         usual = [way for way in self.ways if way.is_usual]
         possible = usual if len(usual) == 1 else self.ways
         return possible[0] if len(possible) == 1 else None
@@ -272,7 +278,7 @@ class _Matching:
         arrays: Mapping[str, Shape],
         in_any_order: Collection[str],
     ):
-        """Matches the tensors and arrays."""
+        """Matches the tensors and arrays: first by names, then by shapes."""
         self._tensors, self._arrays = grouped(tensors), grouped(arrays)
         self._rules: dict[str, dict[Numbers, dict[str, Tensor]]] = {}
         self._ambiguous, self._misfits = list[str](), list[str]()
@@ -523,7 +529,7 @@ def _agree_on_order(fits: Sequence[_Fit]) -> None:
     unclear: list[tuple[_Fit, tuple[bool, int]]] = []  # fits that show no order, with their key
     for fit in fits:
         key = fit.link.tensors.template.in_layer, len(fit.tensor_shape)
-        orders_of_fit = fit.orders()  # those in which a usual way fits, or else any way
+        orders_of_fit = fit.orders()  # the orders in which a usual way fits, or else any way
         if len(orders_of_fit) == 1:
             shown_orders.setdefault(key, set()).update(orders_of_fit)
             [order] = orders_of_fit

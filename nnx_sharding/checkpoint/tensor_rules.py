@@ -316,7 +316,7 @@ Rule: TypeAlias = str | Tensor | Sequence[str | Tensor] | None
 
 
 class Target(NamedTuple):
-    """An array that a tensor belongs to."""
+    """An array that a tensor belongs to, by the first rule that matches the tensor's name."""
 
     tensor: Tensor  # the rule
     path: str  # the path of the array

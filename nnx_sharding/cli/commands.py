@@ -117,7 +117,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
 
 def run_launch(arguments: argparse.Namespace) -> int:
-    """Runs the processes; returns the exit code."""
+    """Runs a program in several processes; returns the exit code that `launch` returns."""
     # `program` is a list of words: a script and its arguments, or -m, a module and its arguments.
     program = arguments.program if arguments.module is None else ["-m", *arguments.module]
     # The check is here, because argparse cannot require one of the two.

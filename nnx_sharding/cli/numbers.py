@@ -76,7 +76,11 @@ def add_commands(subparsers: Any) -> None:
 
 
 def run_same(arguments: argparse.Namespace) -> int:
-    """Prints the verdict; returns the exit code."""
+    """Compares the numbers in a new process, and prints the verdict.
+
+    Returns:
+      The exit code: 0 if the numbers are the same, and 1 if they differ.
+    """
     devices = math.prod(arguments.mesh.values())
     if min(arguments.mesh.values()) < 1:
         raise UsageError("--mesh: give each axis its size; -1 needs a number of devices")

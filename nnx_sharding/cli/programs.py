@@ -284,7 +284,7 @@ def _add_parser(
 def _add_lock_command(
     subparsers: object, name: str, run: Callable[[argparse.Namespace], int], summary: str
 ) -> argparse.ArgumentParser:
-    """Adds a command about a lock file."""
+    """Adds a command about a lock file, and returns its parser; see `_add_parser`."""
     parser = _add_parser(subparsers, name, run, summary, _LOCK)
     text = "the lock file (default: the name of the function with .lock)"
     parser.add_argument("--file", type=file, metavar="FILE", help=text)
@@ -395,7 +395,7 @@ def _warn_if_unsharded(arguments: argparse.Namespace, name: str, report: Program
 
 
 def run_source(arguments: argparse.Namespace) -> int:
-    """Shows the table of lines; returns the exit code."""
+    """Compiles a program, and shows the table of its lines; returns the exit code."""
     lines = _call_user_function(arguments, _make_lines)
     data = json_text(lines.as_dict())  # JSON has all lines, even without --all
     if arguments.json == "-":
@@ -408,7 +408,7 @@ def run_source(arguments: argparse.Namespace) -> int:
 
 
 def run_lock(arguments: argparse.Namespace) -> int:
-    """Writes a lock file; returns the exit code."""
+    """Compiles a program, and writes its costs to a lock file; returns the exit code."""
     file = _lock_file(arguments)
     report = _call_user_function(arguments, _make_report)
     _warn_if_unsharded(arguments, report.name, report)

@@ -70,7 +70,10 @@ class SharderModuleConfig:
     sharding_rules: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        """Checks the options, and brings them into hashable form."""
+        """Checks the options, makes the rules hashable, and copies the statistics.
+
+        The statistics need no hash, because they are not compared.
+        """
         function, stats = self.batch_stats_fn, self.precomputed_stats
         # Both together are refused as in Datarax, because `precomputed_stats` would never be read.
         if function is not None and stats is not None:
