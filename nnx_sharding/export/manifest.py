@@ -15,8 +15,8 @@ example, a module with an ``nnx.Linear`` called ``up`` is ::
 :func:`tree_of` makes a tree from a structure (``core/structure.py``), :func:`leaves_of` reads the
 arrays in one, and :func:`build` makes a pytree of it again. A *structure* is a table: ``entries``
 describe the modules and Variables of a pytree, by their index, and its arrays have numbers, the
-*slots*. Its ``walk`` yields the location of each Variable and array below a part: a path, the slots of the
-arrays, and ``object_index``, which is None for an array outside of Variables.
+*slots*. Its ``walk`` yields the location of each Variable and array below a part: a path, the slots
+of the arrays, and ``object_index``, which is None for an array outside of Variables.
 """
 
 from __future__ import annotations
