@@ -3,7 +3,10 @@
 A *stage* of JAX (``jax.stages.Lowered``) is compiled by its *backend*, a client of XLA. For the
 time of one compilation, ``compile_elsewhere`` gives the stage another backend. That backend passes
 on the *module*, the program as bytecode of MLIR, and returns an object with the figures of the
-executable.
+executable. The other process gets the figures by ``compile_module``.
+
+``stage._lowering.compile_args`` are the arguments that JAX passes to the compilation of a stage,
+among them the ``"backend"``. They are JAX's own dict, so each change is undone afterwards.
 """
 
 from __future__ import annotations
@@ -73,7 +76,8 @@ def _reset_log_level() -> None:
 def compiler_log(read: Callable[[str], tuple[list[T], str]]) -> Iterator[list[T]]:
     """Reads the compiler's log of a block; yields a list that gets the findings after the block.
 
-    XLA writes to the file descriptor of standard error, which is a temporary file within the block.
+    The list stays empty if there is no standard error. XLA writes to the file descriptor of
+    standard error, which is a temporary file within the block.
 
     Args:
       read: a function that returns (findings in the log, the rest of the log). The rest goes to
@@ -150,7 +154,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class _Client:
-    """A client of JAX with a version of its own, which is part of the keys of the cache."""
+    """A client of JAX with a version of its own, which is part of the keys of the cache.
+
+    Attributes:
+      client: the client that this one stands for; it has all other attributes.
+      platform_version: the version of that client, with an addition.
+    """
 
     def __init__(self, backend: Any, version: str):
         self.client, self.platform_version = backend, f"{backend.platform_version}, {version}"
@@ -177,6 +186,8 @@ class _Backend(_Client):
     JAX calls the methods of this client when it compiles a stage, or reads a program from its
     persistent cache, and takes their results for executables of XLA. The cache keeps the results
     under keys with a version that no client with programs to run has.
+
+    ``compile_bytes`` is the function that compiles a module in the other process (`Compile`).
     """
 
     def __init__(self, backend: Any, compile: Compile):
@@ -210,9 +221,11 @@ def _executable(parts: Mapping[str, Any]) -> types.SimpleNamespace:
     """Returns an object that JAX takes for an executable; its methods return the parts.
 
     Args:
-      parts: the results by the names of the methods, and the sizes under ``"memory"``.
+      parts: the figures that `compile_module` returns: results by the names of the methods, and
+        the sizes under ``"memory"``. JAX's cache stores what ``serialize`` makes of them.
     """
     values = {**parts, "get_compiled_memory_stats": types.SimpleNamespace(**parts["memory"])}
+    # As a default of its parameter, each lambda has its own value, and not that of the last pass.
     methods: dict[str, Any] = {name: lambda value=value: value for name, value in values.items()}
     return types.SimpleNamespace(**methods, serialize=lambda: pickle.dumps(parts))
 

@@ -5,8 +5,11 @@ its *items*: by *keys* in the order in which Flax flattens them, by *names* in i
 *statuses* of a module say which of its attributes are data. What all nodes of one class with the
 same names and statuses have in common is their *form* (:class:`NodeForm`).
 
-Statuses are a mapping that cannot change: its ``update`` returns a new one. A module also has a
-*state*, with the trace that it belongs to and how far it is set up.
+Statuses are a mapping that cannot change: its ``update`` returns a new one. A *mark* is the value
+that it has for one name: True for data, False for static. A module also has a *state*, with the
+trace that it belongs to and how far it is set up. Statuses and state are attributes themselves,
+with the names `STATUSES` and `STATE`. A *tag* is an object that :func:`tag_node` attaches to
+statuses; it is no part of a form.
 
 A *hijax* Variable (``hijax=True``) is a value of JAX. It holds a plain Variable, flattened: a
 treedef and a tuple of leaves. In a trace it is a tracer, with the methods of Variables.
@@ -58,8 +61,9 @@ class NodeForm:
       metadata: everything else about the nodes, hashable.
       names: the names of the attributes, in the order of the ``__dict__``.
       order: by key, the position among the names.
-      pick: puts values that are in the order of the names in that of the keys.
-      statuses: one object for all these nodes, if their statuses are equal.
+      pick: takes the values in the order of ``names``, and returns them in the order of ``keys``.
+      statuses: one object that stands for the equal statuses of all these nodes; None if there are
+        other marks than flags in them, or if the nodes have no statuses.
     """
 
     keys: tuple[Any, ...]
@@ -98,7 +102,8 @@ def node_items(node: Node, forms: dict[Any, NodeForm], no_tracers: set[type] | N
       no_tracers: types that are known not to be those of tracers, since to ask takes a third of a
         microsecond; new ones are added. None while a trace runs: tracers are valid there.
     """
-    if no_tracers is None:  # before the node is read, since this changes its statuses
+    # In a trace, arrays are marked before the node is read, because this changes its statuses.
+    if no_tracers is None:
         _adopt_tracers(node)
         return _items_by_form(node, forms)
     items = _items_by_form(node, forms)
@@ -183,7 +188,7 @@ def _read_items(
     keys = tuple(key for key, _ in pairs)
     values = [_untagged(x.value if type(x) in data_of_wrapper else x) for _, x in pairs]
     positions = None if in_dict is None else _positions_in_dict(keys, values, names, in_dict)
-    # Without positions, nothing is read by this form, and its order has no effect.
+    # Without positions, no other node is read by this form, and its order has no effect.
     order = tuple(range(len(keys))) if positions is None else positions
     form = NodeForm(
         keys=keys,
@@ -203,7 +208,7 @@ def _positions_in_dict(
 ) -> tuple[int, ...] | None:
     """Returns the position of each key's value in a ``__dict__``: of (b, a) in (a, b), (1, 0).
 
-    None if what Flax sees is not what is there: a class may add attributes, or hide some.
+    Returns None if what Flax sees is not what is there: a class may add attributes, or hide some.
 
     Args:
       keys: the attributes as Flax flattens the node: names, or numbers for those of an
@@ -270,7 +275,10 @@ def tag_node(node: Node, tag: object) -> None:
 
 
 def tag_of(node: Node) -> Any:
-    """Returns what :func:`tag_node` attached to a node, or to the one that Flax made it from."""
+    """Returns what :func:`tag_node` attached to a node, or to the one that Flax made it from.
+
+    Returns None for a node without a tag.
+    """
     return getattr(vars(node).get(STATUSES), "tag", None)
 
 
@@ -332,8 +340,8 @@ def _adopt_tracers(node: Node) -> None:
 def is_plain_pytree(node: object) -> bool:
     """Whether a node is an ``nnx.Pytree`` that shows all its attributes in its ``__dict__``.
 
-    These can then be read without Flax. A node of any other type is read by the function with
-    which its type was registered.
+    Its attributes can then be read without Flax. A node of any other type is read by the function
+    with which its type was registered.
     """
     kind = type(node)
     is_plain = _HAS_PLAIN_DICT.get(kind)
@@ -346,6 +354,7 @@ def is_plain_pytree(node: object) -> bool:
     return is_plain and vars(node) is get_dict(node)
 
 
+# Whether nodes of a class have Python's own ``__dict__``, for each class that was asked for.
 _HAS_PLAIN_DICT: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
@@ -392,7 +401,7 @@ def new_node(node_type: type, metadata: object) -> Node:
 
 
 def fill_node(node: Node, attributes: Iterable[tuple[Any, Any]]) -> None:
-    """Gives a new, empty node its attributes."""
+    """Sets the attributes of a node that `new_node` made: pairs of a key and a value."""
     _GRAPH_NODE_TYPES[type(node)].init(node, attributes)
 
 
@@ -409,7 +418,8 @@ def node_operations(
 
     Args:
       node: the node.
-      changed: the keys and values of its new or changed attributes.
+      changed: the keys and values of its new or changed attributes. A key is a name, or a number in
+        an ``nnx.List``, whose ``__dict__`` has the name ``"0"`` for 0.
       removed: the keys of attributes to be removed.
       all_attributes: makes all keys and values, for node types that can only be rewritten.
     """
@@ -524,9 +534,14 @@ def variable_operations(
 ) -> list[Operation]:
     """Returns the operations that give a Variable a value, and metadata unless they are None.
 
-    An operation is a tuple of a function and its arguments; the caller runs them later. They run no
-    Python code, in which a signal could interrupt an update, except where the Variable is a traced
-    one made with ``hijax=True``.
+    An operation is a tuple of a function and its arguments; the caller runs all operations later.
+    They run no Python code, in which a signal could interrupt an update, except where the Variable
+    is a traced one made with ``hijax=True``.
+
+    Args:
+      variable: the Variable, plain or hijax.
+      value: its new value.
+      metadata: its new metadata; None to keep the present metadata.
     """
     if is_concrete_hijax(variable):
         # A hijax Variable holds a plain Variable, flattened, so an updated plain Variable is
@@ -545,7 +560,7 @@ def variable_operations(
         operations = [(set_value, variable, value), (set_metadata, variable, metadata)]
     else:  # a tracer of one made with `hijax=True`
         operations = [(variable.set_raw_value, value), (variable.set_metadata, metadata)]
-    return operations if metadata is not None else operations[:1]
+    return operations if metadata is not None else operations[:1]  # the first sets the value
 
 
 class PrefixState(NamedTuple):
@@ -678,7 +693,10 @@ def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def graph_mode(graph: bool | None, graph_updates: bool | None) -> tuple[bool, bool]:
-    """Returns the two mode switches, with Flax's global flags for those left at None."""
+    """Returns the modes ``graph`` and ``graph_updates``, with Flax's global flags for None.
+
+    Updates of graphs need graphs, so the second mode is False if the first one is.
+    """
     if graph is None:
         graph = nnx.set_graph_mode.current_value()
     if graph_updates is None:

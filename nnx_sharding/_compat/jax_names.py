@@ -3,7 +3,9 @@
 A *program* (jaxpr) consists of *equations*, each an operation (``primitive``) with parameters. In a
 trace that has not ended, an array is a *tracer*. The equation that has made it is its ``parent``,
 its variable in the program is its ``val``, and ``in_tracers`` are the arrays that an equation
-takes. A finished equation has variables in their place, ``invars`` and ``outvars``.
+takes. A finished equation has variables in their place, ``invars`` and ``outvars``. An equation of
+the current trace may be of either kind; one of which JAX holds only a weak reference is gone if
+nothing uses its results.
 
 Names of JAX that are private may be missing in a release: what is ``optional`` is then None.
 """
@@ -374,6 +376,7 @@ def replace_equations(replace: Callable[[Any], tuple[Any, dict[str, Any]] | None
         if replacement is None:
             continue
         primitive, params = replacement
+        # A final equation cannot be changed, so another one takes its place.
         if is_final:
             entries[number] = equation.replace(primitive=primitive, params=params)
         else:
@@ -381,7 +384,12 @@ def replace_equations(replace: Callable[[Any], tuple[Any, dict[str, Any]] | None
 
 
 class _Equation:
-    """An equation of an unfinished trace, with the attributes of an equation of a jaxpr."""
+    """An equation of an unfinished trace, with the attributes of an equation of a jaxpr.
+
+    Attributes:
+      equation: JAX's equation, which has all other attributes.
+      invars: the variables of its inputs in the program.
+    """
 
     def __init__(self, equation: Any):
         self.equation = equation
@@ -469,7 +477,10 @@ def _output_number(x: Any) -> int:
 
 
 def _is_same_operation(first: Any, second: Any) -> bool:
-    """Whether two equations compute the same from equal inputs."""
+    """Whether two equations of an unfinished trace compute the same from equal inputs.
+
+    The inputs themselves are not compared. An equation with effects equals no other one.
+    """
     if first.primitive is not second.primitive or first.effects or second.effects:
         return False
     context, other_context = first.ctx, second.ctx

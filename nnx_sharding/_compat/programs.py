@@ -1,7 +1,12 @@
 """Operations of traced programs: which are used, and running them one by one.
 
 A *program* is a jaxpr, with constants or without, and an *equation* is one operation in it. The
-parameters of an equation may be further programs, such as the body of a ``scan``.
+parameters of an equation may be further programs, such as the body of a ``scan``. In older releases
+of JAX, a program with constants wraps one without, its ``jaxpr``. In newer ones, the ``jaxpr`` of a
+program is the program itself.
+
+``dce_jaxpr`` of JAX takes a program and a flag for each of its outputs. It returns a program that
+computes the flagged outputs only, and a flag for each input that this program still reads.
 """
 
 from __future__ import annotations
@@ -28,6 +33,13 @@ def used_part(closed: Any, is_used: Sequence[bool]) -> tuple[Any, tuple[int, ...
     """Returns what computes some outputs of a traced program, and the positions of its inputs.
 
     Callbacks belong to every part: JAX keeps what has an effect, and all that it reads.
+
+    Args:
+      closed: the program, with constants.
+      is_used: for each of its outputs, whether it is wanted.
+
+    Returns:
+      A program with the wanted outputs, and for each of its inputs the position in ``closed``.
     """
     part, inputs = partial_eval.dce_jaxpr(closed.jaxpr, [*is_used])
     return closed.replace(jaxpr=part), tuple(i for i, used in enumerate(inputs) if used)
@@ -36,7 +48,8 @@ def used_part(closed: Any, is_used: Sequence[bool]) -> tuple[Any, tuple[int, ...
 def without_callbacks(program: Any) -> Any:
     """Returns a traced program without callbacks that have no results, as of ``jax.debug.print``.
 
-    Also without those within its operations, such as the body of a ``scan`` or a ``custom_vjp``.
+    Such callbacks are also removed from the programs within its operations, such as the body of a
+    ``scan`` or of a ``custom_vjp``.
     """
     if getattr(program, "jaxpr", program) is not program:  # with constants, in older JAX
         return program.replace(jaxpr=without_callbacks(program.jaxpr))
@@ -100,8 +113,15 @@ def run_equation(
 ) -> list[Any]:
     """Runs one operation of a traced program, with the mesh and settings that it was traced with.
 
-    With another mesh if one is given.
+    Args:
+      equation: the operation.
+      inputs: the arrays for its ``invars``, in order.
+      mesh: a mesh to set instead of the one of the trace; None to keep that.
+
+    Returns:
+      The arrays for its ``outvars``, in order.
     """
+    # For some primitives, ``bind`` takes other parameters than those in the equation.
     parameters = equation.primitive.get_bind_params(equation.params)
     with contextlib.ExitStack() as stack:
         stack.enter_context(equation.ctx.manager)

@@ -5,6 +5,16 @@ in the memory of the host between steps. ``fetched`` moves it to the device in a
 
 A *memory* (`memory_of`, `move`) is a name such as ``"pinned_host"``; in a trace it is JAX's memory
 space. None is the main memory of the device, in which programs compute.
+
+From other modules:
+
+    variables       the Variables and arrays of a model or an optimizer; each has its ``path``, the
+                    ``variable`` itself, and its ``shape``, which is None if its arrays differ in it
+    specs_by_path   the sharding that rules have for each of these paths, or None
+    from_paths      rules with a filter for each of some paths
+    override        rules that come before those of another ``StateSharding``
+    to_predicate    a function of a path and a Variable, for an NNX filter
+    flatten         a graph as lists: ``objects`` are its modules and Variables
 """
 
 from __future__ import annotations
@@ -77,7 +87,7 @@ def offload(
         if isinstance(spec, NamedSharding):
             spec = spec.spec
         is_chosen = predicate(named.path, named.variable)
-        is_array = bool(named.shape)  # scalars have the shape ()
+        is_array = bool(named.shape)  # scalars have the shape (), which is false like None
         if is_chosen and is_array and isinstance(spec, PartitionSpec):
             new_shardings[named.path] = NamedSharding(mesh, spec, memory_kind=memory_kind)
     if not new_shardings:
