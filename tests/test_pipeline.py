@@ -152,6 +152,15 @@ def test_no_prefetch(where):
         step.lower(blocks, jax.ShapeDtypeStruct((8, 4), "float32"))
 
 
+def test_an_input_on_no_mesh_of_explicit_axes():
+    blocks = nnx.eval_shape(lambda: stack(nnx.Linear, 2, 4, 4, rngs=nnx.Rngs(0)))
+    mesh = jax.make_mesh((2,), ("stage",), axis_types=(AxisType.Explicit,))
+    sharding = pipeline(blocks, mesh=mesh, microbatches=2)
+    step = jit(lambda m, x: m(x), mesh=mesh, in_shardings=(sharding, None))
+    with pytest.raises(ValueError, match="the input of the Stack is on no mesh"):
+        step.lower(blocks, jax.ShapeDtypeStruct((8, 4), "float32"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "repeats", "kind"),

@@ -463,6 +463,12 @@ def _check_axis_types(mesh: AnyMesh, x: object) -> None:
         )
     # The loop constrains arrays to their stages, which is for Auto axes only.
     if axes_of_type(mesh, AxisType.Explicit):
+        # Without a declaration, a Stack keeps Explicit axes only if no input of it is on the mesh.
+        if all(jax.typeof(leaf).sharding.mesh.empty for leaf in jax.tree.leaves(x)):
+            raise ValueError(
+                "pipeline: the input of the Stack is on no mesh. Declare a sharding for the batch "
+                "(`P()` replicates it), or use Auto axes."
+            )
         raise ValueError(
             "pipeline: a Stack that is declared to run with Explicit axes cannot be a "
             "pipeline. Leave it and its layers out of activation_shardings, or use Auto "
