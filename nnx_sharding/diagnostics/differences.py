@@ -12,7 +12,8 @@ that are not traced but compared, by equality or by identity. `parts_of` returns
 entry or a container by path.
 
 Captured values have no structure: `_walk` opens a static value by following its attributes and
-items. `show` writes a value by its ``repr``, `_show_safely` writes it without calling ``repr``.
+items. `show` writes a value by its ``repr``, `_show_safely` writes it without calling ``repr``. The
+facts about a static value are kept in the ``note`` of its `Static`, which is None before.
 
 From other modules: `holds_values` tells whether a value is an array or an object of JAX or Flax
 that holds arrays; `is_constant` whether code reaches nothing through a value that may change, as

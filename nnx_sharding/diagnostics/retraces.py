@@ -15,6 +15,12 @@ array. Calls are compared by *facts*, texts by the expression for each part of t
 A *compilation* has the number of the latest trace before it. For example, a compilation with number
 3 follows trace 3, and another compilation with number 3 follows if a call with other shardings uses
 the trace again.
+
+From other modules: a `Plan` has ``names`` (the expression for each array, by slot), ``signature``
+and ``structure``, and its `Transform` has the user's options. `facts_of_captured` describes what a
+function captures, and `unlisted_captures` says which of these values make each call trace.
+`arguments_of` writes how a function was called. `show` writes a value in one short line.
+`shortened` returns the first ten lines. `message` joins a head, lines and a remedy.
 """
 
 from __future__ import annotations
@@ -126,7 +132,7 @@ class Retrace:
 class Retraces(tuple[Retrace, ...]):
     """Why functions were traced and compiled, oldest first; ``print`` shows it."""
 
-    _text: str
+    _text: str  # what ``print`` shows: a heading for each function, and its entries
 
     def __new__(cls, entries: Iterable[Retrace], text: str = "") -> Retraces:
         """A tuple of the entries that prints as ``text``."""
@@ -342,6 +348,7 @@ def nearest(new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]) -> _
 
 def _facts(trace: Trace, cache: dict[Side, Facts]) -> Facts:
     """Returns the facts about the arguments of a trace, and keeps them in the cache."""
+    # Several traces may have this key, because arrays of other shapes change neither part of it.
     side = trace.plan.signature, trace.plan.structure
     return cache.get(side) or cache.setdefault(side, facts_of(*side))
 
@@ -446,7 +453,12 @@ MAX_TRACES = 256  # recorded for each function
 
 
 class TraceLog:
-    """The latest traces and compilations of one function."""
+    """The latest traces and compilations of one function.
+
+    Attributes:
+      by_number: number → trace, for the latest `MAX_TRACES` traces. A trace that failed is removed.
+      compilations: the latest `MAX_TRACES` compilations, oldest first.
+    """
 
     # There is no lock, because finalizers may call the function at any point. It is safe without,
     # because every change is a single operation of a dict or deque.
@@ -484,10 +496,14 @@ class TraceLog:
 
 
 class Observer(NamedTuple):
-    """Records the traces of one wrapped function in the log of the function, up to its limit."""
+    """Records the traces of one wrapped function in the log of the function, up to its limit.
 
-    log: TraceLog
-    limit: TraceLimit | None
+    The core calls :meth:`traced` when a trace begins, before the user's function runs in it, and
+    :meth:`compiled` after JAX has compiled a program in a call.
+    """
+
+    log: TraceLog  # the log of the user's function, which all of its wrappers share
+    limit: TraceLimit | None  # ``max_traces`` of this wrapper; None without a limit
 
     def traced(
         self, plan: Plan, fun: object, leaves: Sequence[object], *, nested: bool
@@ -507,7 +523,7 @@ class Observer(NamedTuple):
         Raises:
           RetraceError: a limit on traces forbids it.
         """
-        # Eager tracers belong to an operation of JAX that runs at once, which is no trace.
+        # Eager tracers hold shards while a `shard_map` of JAX runs uncompiled, which is no trace.
         if any(map(_compat.is_eager_tracer, leaves)):
             return lambda: None
         earlier = self.log.traces()
@@ -579,7 +595,13 @@ def _refusal(limit: TraceLimit, name: str, new: Trace, earlier: Sequence[Trace])
 
 
 class TraceLimit:
-    """The number of traces that one wrapped function, or one block of code, may have."""
+    """The number of traces that one wrapped function, or one block of code, may have.
+
+    Attributes:
+      limit: the number of traces that are allowed.
+      option: the option or function that the user gave the limit to, for messages.
+      _used: a list with an item for each trace that was taken and not given back.
+    """
 
     def __init__(self, limit: Any, option: str, least: int):
         """Checks a limit that the user gave.
@@ -596,8 +618,8 @@ class TraceLimit:
         if self.limit < least or isinstance(limit, bool):
             raise ValueError(f"{option} must be a number of traces >= {least}, got {limit!r}.")
         self.option = option
-        # The list has an item for each trace. It is no number, because threads share a limit:
-        # another thread can run between reading and writing a number, but not within ``append``.
+        # This is a list and no number, because threads share a limit: another thread can run
+        # between reading and writing a number, but not within ``append``.
         self._used: list[None] = []
 
     def take(self) -> bool:

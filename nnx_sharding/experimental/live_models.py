@@ -16,6 +16,16 @@ A *step* moves some arrays of the target together, with one program or with none
 steps for two structures with their shapes, dtypes and shardings. It has no arrays, so it is used
 again for each pair of such models. Steps are as large as the memory for copies allows (see
 ``_steps``). With *donation*, each array of the source is deleted after the last step that uses it.
+
+From other modules: a `Placement` says which part of an array a source fills. Its ``arranged`` cuts
+the source and puts its axes in the order of the array, and its ``is_identity`` is True if the array
+equals the source. `boxes` returns the region that each source fills, or None if a source fills no
+region. `place_arrays` moves arrays, and returns an array itself if its sharding is None.
+`main_memory` returns the sharding on the same devices in their main memory, which is the same
+object if it is there. `obstacle` says why an array cannot get a sharding, or returns None.
+`rebuild` writes arrays into the modules of a flattened model. `fingerprint_of` returns None if
+something that a function can read cannot be listed. `fill_by_rules` raises an error that lists all
+arrays that do not fit.
 """
 
 from __future__ import annotations
@@ -322,6 +332,11 @@ class _Donation:
     Arrays are told apart by their ids, which stay valid because ``source`` keeps the arrays alive.
     An array may be in several slots of the source, and several arrays of the target may be made of
     it.
+
+    Attributes:
+      source: the arrays of the source, by slot.
+      total: id of an array → the number of its uses in all steps.
+      pending: id of an array → the number of its uses in steps that did not run yet.
     """
 
     def __init__(self, steps: Sequence[_Step], source: Sequence[Any]) -> None:
@@ -333,8 +348,8 @@ class _Donation:
         """
         self.source = source
         used = [x for step in steps for x in self._sources_of(step)]
-        self.total = Counter(map(id, used))  # the number of uses in all steps
-        self.pending = self.total.copy()  # the number of uses in steps that did not run yet
+        self.total = Counter(map(id, used))
+        self.pending = self.total.copy()  # `free` subtracts the uses of each step that ran
 
     def _sources_of(self, step: _Step) -> list[Any]:
         """Returns the sources of a step's goals; a source of several goals is returned as often."""

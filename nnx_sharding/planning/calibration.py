@@ -133,6 +133,7 @@ class _Clock:
 
     Attributes:
       share: the seconds for which one measurement may repeat its calls.
+      _end: the time of ``time.monotonic`` after which no other measurement starts.
     """
 
     def __init__(self, time_limit: float):

@@ -22,6 +22,8 @@ divides:
 
 From other modules: `layers_of` returns the outermost `Stack` objects of a model by path, or without
 them its lists of equal blocks. `axes_of` returns the axes of one entry of a spec as a tuple.
+`variables` lists the Variables of a model or an optimizer with their paths and shapes; the
+``layer_shape`` of a Variable is its shape without the dimensions of stacked layers.
 `axes_across_slices` returns no axes for virtual devices.
 """
 
@@ -198,6 +200,9 @@ class Arguments:
       stages: the different numbers of layers of stacks and of lists of blocks, in increasing order:
         a pipeline divides these numbers.
       experts: the number of experts; 0 without experts.
+      _names: the name of each argument in the step.
+      _tree: the treedef of ``args``, in which modules are leaves.
+      _shardings: the cache of `_Recipe`: the shardings that strategies returned for these models.
     """
 
     def __init__(self, args: Sequence[Any], names: Sequence[str]):
@@ -230,7 +235,7 @@ class Arguments:
         self.layers = sorted({layers.length for layers in layered if isinstance(layers, Stack)})
         self.stages = sorted({len(layers) for layers in layered})
         self.experts = next(filter(None, map(_experts, models)), 0)
-        # `_Recipe` keeps its shardings here, because many chains begin with the same calls.
+        # All recipes share this cache, because many chains begin with the same calls.
         self._shardings: dict[Any, StateSharding] = {}
 
     def _models(self) -> dict[str, nnx.Module]:
@@ -384,8 +389,11 @@ class _Recipe:
         share their first shardings. This adds to the dict.
 
     Attributes:
-      made: the shardings so far, by their names in the lines.
+      made: the shardings so far, by their names in the lines. A name is assigned again by each
+        call of a chain, so it stands for the sharding by the last call.
       lines: the statements that make these shardings.
+      _mesh: the mesh.
+      _cache: the shardings that strategies returned, by the mesh, the model and the calls.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, cache: dict[Any, StateSharding]):

@@ -27,8 +27,12 @@ parameter of a layer, for example the scale of a norm.
 
 From other modules: `Arguments` holds the arguments of the step (``tokens`` of the batch, ``layers``
 of stacks, ``experts``). `Axes` has the names of mesh axes by their roles; `Axes.in_mesh` returns
-the names that a mesh has. A `ShardingRow` says how one array of a module is sharded, and a
-`Schedule` says how a pipeline runs. `spec_and_mesh` returns None for None.
+the names that a mesh has. `split_name` returns the strategy for rows and the styles for layers.
+`sharding_rows` returns a `ShardingRow` for each array of a flattened model, which says how the
+array is sharded. If its spec does not fit, ``is_fault`` is True and ``why`` says the reason. A
+`Schedule` says how a pipeline runs: it has the numbers of ``stages``, ``microbatches`` and
+``ticks``. `spec_and_mesh` returns None for None. `elements_in_windows` counts for each output of a
+convolution the elements in its window.
 """
 
 from __future__ import annotations
@@ -134,6 +138,7 @@ def products_in(equations: Iterable[JaxprEqn]) -> Products:
                 )
             )
             continue
+        # `jaxprs_of` yields the jaxprs in the parameters: a body, or the branches of a `cond`.
         called = [products_in(jaxpr.eqns) for jaxpr in _compat.jaxprs_of(equation)]
         if called and name == "cond":  # one of the branches runs
             largest = max(called, key=lambda branch: branch.flops)
