@@ -1,7 +1,7 @@
 """Attention over a sharded sequence, for which devices exchange heads for positions.
 
-Before attention a device has some positions of all heads; in attention all positions of some heads.
-For n = 4, and as many heads::
+Before attention, a device has some positions of all heads. In attention, it has all positions of
+some heads. For n = 4 devices and 4 heads::
 
                 positions                              positions
                  0  1  2  3                             0  1  2  3
@@ -13,22 +13,28 @@ For n = 4, and as many heads::
 Devices have equal work also in causal attention, with a window or with segments, and the attention
 of a device can be any function of whole sequences, such as a kernel.
 
-**Bytes.** Let Q be the bytes of a device's queries, and K of its keys (values likewise; outputs as
-queries). Each device sends ``(n - 1) / n`` of what it has: forward ``2 (n - 1) / n (Q + K)``, and
-backward the same for gradients. A ring sends ``(n - 1) 2 K`` forward, and three to five times that
-backward, so it sends more as soon as ``n K > Q + K``. With fewer key heads than devices, each is
-sent ``r = lcm(key heads, n) / key heads`` times, so K becomes ``r K``: at most Q.
+**Bytes.** Let Q be the bytes of a device's queries, and K the bytes of its keys. Values have as
+many bytes as keys, and outputs as many as queries. Each device sends ``(n - 1) / n`` of what it
+has: in the forward pass ``2 (n - 1) / n (Q + K)``, and in the backward pass the same for gradients.
+A ring sends ``(n - 1) 2 K`` forward, and three to five times that backward, so it sends more as
+soon as ``n K > Q + K``. If there are fewer key heads than devices, each key head is sent
+``r = lcm(key heads, n) / key heads`` times, so K becomes ``r K``, which is at most Q.
 
 **Two axes.** With ``axis=("inner", "outer")`` heads are exchanged over the devices of ``inner``,
-the fast one, and keys and values then go around a ring over ``outer``. For 2 × 2 devices::
+the axis with the faster links, and keys and values then go around a ring over ``outer``. For 2 × 2
+devices::
 
                 positions                            positions
                  0  1  2  3                          0  1 │ 2  3
     head 0     [ a  b  c  d ]    a ⇄ b, c ⇄ d      [ a  a │ c  c ]   a ⇄ c and b ⇄ d
     head 1     [ a  b  c  d ]         →            [ b  b │ d  d ]   are rings
 
-The exchange is from Jacobs et al., 2023 (DeepSpeed-Ulysses, arXiv:2309.14509); both together from
-Fang and Zhao, 2024 (arXiv:2405.07719).
+The exchange is from Jacobs et al., 2023 (DeepSpeed-Ulysses, arXiv:2309.14509). The exchange and a
+ring together are from Fang and Zhao, 2024 (arXiv:2405.07719).
+
+From other modules: `inputs_of` checks the arguments, and returns the `Inputs`: the layout, and the
+arrays with key heads repeated until the devices divide them. `local_attention` returns the function
+that attends on each device. `Layout.map` runs a function on each device by ``jax.shard_map``.
 """
 
 from __future__ import annotations
@@ -119,20 +125,20 @@ def all_to_all_attention(
         is_opaque=attention is not None,
         options=options,
     )
-    if inputs.layout.mesh is None:
+    if inputs.layout.mesh is None:  # one device computes everything
         local = local_attention(caller, attention, inputs, is_whole=True)
         return local(inputs.arrays)
     layout, arrays = inputs.layout, inputs.arrays
     query, key, value = exchange(layout, inner, (arrays.query, arrays.key, arrays.value))
     arrays = arrays._replace(query=query, key=key, value=value)
-    # `inner` sharded tokens; since the exchange, it shards heads.
+    # `inner` sharded tokens before the exchange, and shards heads after it.
     exchanged = layout._replace(sequence=tuple(outer), heads=(*layout.heads, inner))
     inputs = inputs._replace(layout=exchanged, arrays=arrays)
     if outer:
         out = attend_in_ring(inputs)
     else:
         local = local_attention(caller, attention, inputs, is_whole=True)
-        # No axes: each device has whole sequences of its heads.
+        # No axes shard tokens, because each device has whole sequences of its heads.
         specs = exchanged.array_specs(arrays, query_axes=(), key_axes=())
         out = exchanged.map(local, in_specs=(specs,), out_specs=specs.query)(arrays)
     [out] = exchange(layout, inner, (out,), back=True)
@@ -148,13 +154,13 @@ def exchange(
 
     Args:
       layout: the layout before heads are exchanged; ``inner`` is the last axis of its sequence.
-      inner: the axis within which arrays are exchanged. It divides the heads.
+      inner: the axis within which arrays are exchanged. Its size divides the number of heads.
       arrays: of shape (b, tokens, heads, d).
-      back: whether to exchange positions for heads.
+      back: whether to undo the exchange: devices then get some positions of all heads.
     """
     outer = layout.sequence[:-1]
     by_tokens = layout.token_spec(layout.sequence)  # (b, tokens, heads): inner shards tokens
-    by_heads = layout.token_spec(outer, (*layout.heads, inner))  # inner shards heads
+    by_heads = layout.token_spec(outer, (*layout.heads, inner))  # inner shards heads instead
     source, target = (by_heads, by_tokens) if back else (by_tokens, by_heads)
     tokens, heads = 1, 2  # the dimensions
     split, joined = (tokens, heads) if back else (heads, tokens)

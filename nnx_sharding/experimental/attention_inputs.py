@@ -100,7 +100,8 @@ def inputs_of(
       mask: as given.
       sequence: the mesh axes that shard the sequence, major first.
       is_opaque: whether the attention of each device is a function of the user.
-      exchanged: those axes of ``sequence`` within which heads are exchanged for positions.
+      exchanged: the axes of ``sequence`` within which heads are exchanged for positions; empty if
+        heads stay.
       options: the keywords.
 
     Raises:
@@ -158,8 +159,9 @@ def _checked_layout(
     """
     mesh = given_mesh(caller, options.get("mesh"))
     named = dict(zip(("query", "key", "value"), arrays, strict=True))
-    # A function of the user may know what it returns without tokens, as Flax's does; but keys that
-    # devices have to exchange are needed.
+    # The functions of this library need tokens. A function of the user may know what it returns
+    # without tokens, as the one of Flax does. But on a mesh keys are needed, because devices
+    # exchange them.
     may_be_empty = () if not is_opaque else ("query",) if mesh is not None else tuple(named)
     needed = {name: x for name, x in named.items() if name not in may_be_empty}
     faults = [
@@ -177,7 +179,8 @@ def _checked_layout(
         heads=options.get("head_axis"),
         is_opaque=is_opaque,
     )
-    # Only a layout, which a wrong mesh has none of, tells what has to be divided.
+    # The layout tells what has to be divided. A wrong mesh has no layout, so lengths are checked
+    # only now.
     faults = [*_wrong_lengths(named, layout, exchanged)]
     raise_if_any(ValueError, f"{caller}:", [f"  {line}" for line in faults])
     return layout
@@ -192,10 +195,20 @@ def _visibility(
 ) -> tuple[Visibility, TokenInfo]:
     """Returns what decides to which keys queries attend, and the info of the keys.
 
-    Queries and keys have the same positions and segments, as these are of one sequence.
+    Queries and keys have the same positions and segments, because these are of one sequence.
+
+    Args:
+      rule: the options of attention.
+      query: the queries, (b, queries, heads, features).
+      key: the keys, (b, keys, key heads, features).
+      mask: the mask of the user, with up to four dimensions; None without one.
+      options: the keywords of the user.
+
+    Returns:
+      The visibility, which has the info of the queries, and the info of the keys.
     """
     length, num_keys = query.shape[1], key.shape[1]
-    positions: Any = None  # nothing else compares them
+    positions: Any = None  # only causal attention and windows compare positions
     if rule.is_causal or rule.window:
         given = options.get("input_positions")
         positions = jnp.asarray(np.arange(length) if given is None else given, jnp.int32)
@@ -203,15 +216,15 @@ def _visibility(
     if mask is not None:
         mask = jnp.asarray(mask)
         mask = jnp.expand_dims(mask, range(4 - mask.ndim))  # (batch, heads, length, keys)
-        # Blocks are cut from its columns only; other dimensions of size 1 stay so.
+        # Blocks are cut from all columns of the mask. Other dimensions of size 1 stay so.
         mask = jnp.broadcast_to(mask, (*mask.shape[:3], num_keys))
     if not rule.dropout_rate:  # without it, nothing asks for the places of tokens
         info = TokenInfo(positions, segments)
         return Visibility(info, mask), info
     rng = options["dropout_rng"]
     assert rng is not None, "refused by _unsupported"
-    # What of a weight is hashed into its random bits: row, head, and the places of query and key.
-    # As by Flax, all rows and heads drop the same weights unless told otherwise.
+    # The random bits of a weight are a hash of its row, its head, and the places of its query and
+    # key. As in Flax, all rows and heads drop the same weights by default.
     if options.get("broadcast_dropout", True):
         rows, head_numbers = jnp.arange(1), jnp.zeros((1, 1), int)
     else:
@@ -356,7 +369,7 @@ def _wrong_lengths(
 
 
 def _wrong_mesh(mesh: Mesh | AbstractMesh | None, axes: Axes) -> Iterator[str]:
-    """Says which axes the mesh lacks; nothing without a mesh, where one device computes all."""
+    """Yields a line for each axis that the mesh lacks; none without a mesh, for one device."""
     if mesh is None:
         return
     for axis in axes:
@@ -379,7 +392,8 @@ def _rotate(rope: Callable[..., jax.Array], x: jax.Array, positions: ArrayLike |
     Args:
       rope: the function of the user, of (batch, heads, length, features), and positions.
       x: the queries or keys.
-      positions: of shape (length,), the same for all rows, or (batch, length); None for the order.
+      positions: the positions of tokens, (length,) for all rows, or (batch, length); None if tokens
+        are in order.
     """
     x = x.swapaxes(1, 2)  # (batch, heads, length, features)
     if positions is None:

@@ -44,10 +44,11 @@ pass, as one number for each query.
     d_k_j    = scale Σ_i d_s_ij q_i
     d_v_j    = Σ_i p_ij d_out_i
 
-**Dropout.** A weight is multiplied by ``r_ij``, 0 or ``1 / (1 - rate)``: in the last sum of the
-forward pass, and where ``v_j`` is multiplied by ``d_out_i``, both times. ``r_ij`` is a hash of the
-places i and j in the whole sequence (Salmon et al., 2011, doi:10.1145/2063384.2063405), so that any
-split over devices drops the same weights, and no two devices use the same random bits.
+**Dropout.** The factor ``r_ij`` is 0 or ``1 / (1 - rate)``. It multiplies the weights in the last
+sum of the forward pass, and in the backward pass ``p_ij`` of ``d_v_j`` and the product
+``d_out_i · v_j`` of ``d_s_ij``. It is a hash of the places i and j in the whole sequence (Salmon et
+al., 2011, doi:10.1145/2063384.2063405), so that any split over devices drops the same weights, and
+no two devices use the same random bits.
 
 The running softmax is from Milakov and Gimelshein, 2018 (arXiv:1805.02867); that only ``lse`` and
 ``delta`` are kept, from Dao, 2023 (arXiv:2307.08691).
@@ -79,7 +80,7 @@ class Rule(NamedTuple):
     """The options of attention that are known while tracing, which are hashable."""
 
     is_causal: bool = False  # whether queries attend only to keys at their position and before
-    window: int | None = None  # by how much positions have to differ less
+    window: int | None = None  # positions have to differ by less than this; None for any
     scale: float = 1.0  # the factor of the scores
     precision: Any = None  # the precision of products
     dropout_rate: float = 0.0  # the share of weights that are dropped
@@ -88,7 +89,7 @@ class Rule(NamedTuple):
 class TokenRange(NamedTuple):
     """Consecutive tokens of an array, which are read and written where they are."""
 
-    start: int | jax.Array
+    start: int | jax.Array  # the index of the first token; an array in loops over blocks
     length: int
 
     def slice(self, x: jax.Array, axis: int = 1) -> jax.Array:
@@ -120,11 +121,11 @@ class TokenRange(NamedTuple):
 
     @property
     def block_numbers(self) -> jax.Array:
-        """The numbers of its blocks, to loop over."""
+        """The numbers 0, 1, … of the range's blocks, to loop over."""
         return jnp.arange(self.length // self.block_length)
 
     def block(self, number: jax.Array) -> TokenRange:
-        """Returns the range of one of its blocks."""
+        """Returns the range of one block, which has ``block_length`` tokens."""
         return TokenRange(self.start + number * self.block_length, self.block_length)
 
 
@@ -136,12 +137,12 @@ class TokenInfo(NamedTuple):
     places: jax.Array | None = None  # (tokens,): where in the whole sequence, for dropout
 
     def slice(self, tokens: TokenRange) -> TokenInfo:
-        """Returns that of some of the tokens."""
+        """Returns the info of some of the tokens; ``tokens`` counts within this info."""
         return jax.tree.map(lambda x: tokens.slice(x, -1), self)  # type: ignore[no-any-return]
 
 
 class Dropout(NamedTuple):
-    """The key of random bits, and the numbers of what has bits of its own."""
+    """The key of random bits, and the numbers of the rows and heads with bits of their own."""
 
     words: jax.Array  # (2,), uint32: the key
     # If all rows and heads drop the same weights, there is one number of each.
@@ -150,14 +151,14 @@ class Dropout(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """What decides to which keys queries attend; each is None if it does not."""
+    """What decides to which keys queries attend; a field is None if it decides nothing."""
 
     query_info: TokenInfo = TokenInfo()
     mask: jax.Array | None = None  # (b or 1, heads or 1, queries or 1, all keys)
     dropout: Dropout | None = None
 
     def slice(self, queries: TokenRange) -> Visibility:
-        """Returns that of some of the queries."""
+        """Returns the visibility of some of the queries. Columns of the mask stay, for all keys."""
         mask = self.mask
         if mask is not None and mask.shape[2] > 1:  # 1: all queries have the same row
             mask = queries.slice(mask, 2)
@@ -197,14 +198,15 @@ class Softmax(NamedTuple):
 
     @classmethod
     def of_nothing(cls, query: jax.Array, num_features: int) -> Softmax:
-        """Returns that of queries which have seen no key yet.
+        """Returns the softmax of queries that have seen no key yet.
 
         Args:
           query: bqkgd; only its shape and its type matter.
-          num_features: of values, and so of outputs.
+          num_features: the number of features of values, and so of outputs.
         """
         dtype = wide_dtype(query)
-        # Computed from the queries, zeros are sharded as these in types with Explicit axes.
+        # The zeros are computed from the queries, so that they have the sharding of the queries in
+        # their type if there are Explicit axes.
         row_sum = jnp.zeros_like(jnp.moveaxis(query, 1, 3), dtype).sum(-1)  # bkgqd → bkgq
         out = row_sum[..., None] + jnp.zeros((1, 1, 1, 1, num_features), dtype)  # bkgqd
         return cls(row_max=row_sum - jnp.inf, row_sum=row_sum, out=out)
@@ -213,22 +215,23 @@ class Softmax(NamedTuple):
         """Adds one block of keys, for the same queries: bqkgd."""
         scores = scores_of(rule, query, block, visibility)  # bkgqs
         row_max = jnp.maximum(self.row_max, scores.max(-1))
-        # A row that has seen no key yet has no finite maximum, and inf - inf is NaN. With 0 in its
-        # place, its weights are exp(-inf) = 0. So is `rescale` with the first key.
+        # A row that has seen no key yet has the maximum -inf, and inf - inf is NaN. With 0 instead
+        # of that maximum, the weights of the row are exp(-inf) = 0. With the first key of a row,
+        # `rescale` is exp(-inf) = 0, too.
         finite = jnp.where(jnp.isneginf(row_max), 0, row_max)
         weights, rescale = jnp.exp(scores - finite[..., None]), jnp.exp(self.row_max - finite)
         row_sum = self.row_sum * rescale + weights.sum(-1)
-        # Dropout is of the weights in the output only: the sum that divides them has all.
+        # Dropout drops weights in the output only. The sum that divides them has all weights.
         if visibility.dropout is not None:
             weights = weights * dropout_factors(rule, visibility, block)
         products = einsum(rule, "bkgqs,bskd->bkgqd", weights.astype(query.dtype), block.value)
         return Softmax(row_max, row_sum, self.out * rescale[..., None] + products)
 
     def results(self) -> tuple[jax.Array, jax.Array]:
-        """Returns the outputs, bkgqd, and the log-sum-exp, bkgq; 0 and inf of rows without keys."""
+        """Returns the outputs, bkgqd, and the log-sum-exp, bkgq: 0 and inf without keys."""
         has_any = self.row_sum > 0
         out = self.out / jnp.where(has_any, self.row_sum, 1)[..., None]
-        # inf makes all weights of the backward pass zero.
+        # A log-sum-exp of inf makes all weights of the row zero in the backward pass.
         row_max = jnp.where(has_any, self.row_max, 0)
         return out, jnp.where(has_any, row_max + jnp.log(self.row_sum), jnp.inf)
 
@@ -245,11 +248,11 @@ def add_keys(
 
     Args:
       rule: the options.
-      softmax: that of the queries, with the keys before.
+      softmax: the softmax of the queries over the keys that were added before.
       query: the block of queries, bqkgd.
       block: all keys that the device has.
-      visibility: that of the queries.
-      keys: which of these keys to add.
+      visibility: the visibility of the queries.
+      keys: the range of ``block`` that is added.
     """
 
     def add_block(softmax: Softmax, number: jax.Array) -> tuple[Softmax, None]:
@@ -266,14 +269,14 @@ def add_keys(
 
 
 class Pair(NamedTuple):
-    """A range of the queries and a range of the keys; some of these may attend to some of those."""
+    """A range of the queries and a range of the keys of a device, which are taken together."""
 
     queries: TokenRange
     keys: TokenRange
 
     @property
     def is_one_block(self) -> bool:
-        """Whether both ranges are one block each. A loop over it would only cost time."""
+        """Whether both ranges are one block each. A loop over one block would only cost time."""
         return all(tokens.block_length == tokens.length for tokens in self)
 
 
@@ -289,11 +292,14 @@ def add_in_blocks(
 
     Args:
       rule: the options.
-      softmax: that of all queries of the device.
+      softmax: the softmax of all queries of the device.
       query: all these queries, bqkgd.
       block: all keys that the device has.
-      visibility: that of all queries.
-      pair: which queries and keys. The rest of the softmax stays as it is.
+      visibility: the visibility of all queries.
+      pair: the ranges of queries and keys.
+
+    Returns:
+      The softmax of all queries. Only the rows of the range have changed.
     """
 
     def update_rows(softmax: Softmax, tokens: TokenRange) -> Softmax:
@@ -326,7 +332,7 @@ class BackwardQueries(NamedTuple):
     delta: jax.Array  # bkgq
 
     def slice(self, queries: TokenRange) -> BackwardQueries:
-        """Returns that of some of the queries."""
+        """Returns the same arrays for some of the queries."""
         return BackwardQueries(
             query=queries.slice(self.query),
             d_out=queries.slice(self.d_out),
@@ -338,7 +344,8 @@ class BackwardQueries(NamedTuple):
 class Gradients(NamedTuple):
     """The gradients of queries, keys and values, in a wide dtype.
 
-    Those of queries and keys are not yet multiplied by the scale; values have none.
+    Gradients of queries and keys are not yet multiplied by the scale. Gradients of values have no
+    such factor.
     """
 
     query: jax.Array  # bqkgd
@@ -355,7 +362,7 @@ def pair_gradients(
       rule: the options.
       queries: one block of queries.
       block: one block of keys.
-      visibility: that of these queries.
+      visibility: the visibility of these queries.
     """
     dtype = queries.query.dtype
     scores = scores_of(rule, queries.query, block, visibility)  # bkgqs
@@ -380,15 +387,15 @@ def add_key_gradients(
     visibility: Visibility,
     keys: TokenRange,
 ) -> Gradients:
-    """Adds the gradients of one block of queries and a range of the keys, block by block of these.
+    """Adds the gradients of one block of queries and a range of the keys, block by block of keys.
 
     Args:
       rule: the options.
       gradients: the sums so far: of this block of queries, and of all keys in ``block``.
       queries: the block of queries.
       block: all keys that the device has.
-      visibility: that of the queries.
-      keys: which of these keys.
+      visibility: the visibility of the queries.
+      keys: the range of ``block`` whose pairs with the queries are added.
     """
 
     def add_block(gradients: Gradients, number: jax.Array) -> tuple[Gradients, None]:
@@ -425,8 +432,8 @@ def add_gradients_in_blocks(
       gradients: the sums so far, of all queries and keys of the device.
       queries: all these queries.
       block: all keys that the device has.
-      visibility: that of all queries.
-      pair: which queries and keys.
+      visibility: the visibility of all queries.
+      pair: the ranges of queries and keys.
     """
     if pair.is_one_block:  # nothing to loop over
         more = pair_gradients(
@@ -456,7 +463,10 @@ def add_gradients_in_blocks(
 
 
 def may_attend(rule: Rule, query_positions: jax.Array, key_positions: jax.Array) -> Any:
-    """Whether a query at one of some positions may attend to a key at one of others."""
+    """Whether some query may attend to some key, by the ranges of their positions.
+
+    The result is a boolean of JAX, or True if the rule does not depend on positions.
+    """
     visible = key_positions.min() <= query_positions.max() if rule.is_causal else True
     if rule.window is not None:
         visible &= query_positions.min() - key_positions.max() < rule.window
@@ -467,7 +477,8 @@ def may_attend(rule: Rule, query_positions: jax.Array, key_positions: jax.Array)
 def visible_by_info(rule: Rule, queries: TokenInfo, keys: TokenInfo) -> list[jax.Array]:
     """Returns masks by position and by segment: booleans, (b or 1, queries, keys).
 
-    A query may attend to a key if all of them are true there.
+    A query may attend to a key if all masks are true for this pair. The list is empty if nothing
+    is hidden by info.
     """
     visible = []
     if queries.positions is not None and keys.positions is not None:
@@ -517,7 +528,7 @@ def dropout_factors(rule: Rule, visibility: Visibility, block: Block) -> jax.Arr
     over_group = jax.vmap(bits_of, (None, 0))  # gqs
     over_heads = jax.vmap(over_group, (None, 0))  # kgqs
     bits = jax.vmap(over_heads, (0, None))(rows, heads)  # bkgqs
-    # The share `rate` of all numbers is below the threshold.
+    # The share ``dropout_rate`` of all numbers of 32 bits is below the threshold.
     is_kept = bits >= jnp.uint32(min(rule.dropout_rate * 2.0**32, 2.0**32 - 1))
     return jnp.where(is_kept, 1 / (1 - rule.dropout_rate), 0.0)
 
@@ -542,12 +553,14 @@ class Residuals(NamedTuple):
 
 
 def _forward(rule: Rule, arrays: AttentionArrays) -> tuple[jax.Array, Residuals]:
-    """Is the forward rule of :func:`attend_in_blocks`: each block of queries attends by itself.
+    """The forward rule of :func:`attend_in_blocks`: each block of queries attends by itself.
 
-    The backward pass computes scores again, so all arrays are kept for it.
+    Returns:
+      The outputs, and the residuals. The residuals have all arrays, because the backward pass
+      computes scores again.
     """
-    # JAX would compute what depends on positions alone before a loop over layers, and keep the
-    # masks of all blocks: 86 GiB in place of 9.5 for two layers of 131,072 tokens.
+    # Without a barrier, JAX computes what depends on positions alone before a loop over layers, and
+    # keeps the masks of all blocks: 86 GiB instead of 9.5 GiB for two layers of 131,072 tokens.
     arrays = jax.lax.optimization_barrier(arrays)
     query, key, value, key_info, visibility = arrays
     block = Block(key, value, key_info, first=0)
@@ -562,14 +575,18 @@ def _forward(rule: Rule, arrays: AttentionArrays) -> tuple[jax.Array, Residuals]
         out, lse = softmax.results()
         return jnp.moveaxis(out, 3, 1).astype(query.dtype), lse  # bkgqd → bqkgd
 
-    # Both have the blocks as a first dimension.
+    # Both results of `map` have the number of the block as a first dimension.
     outs, lses = jax.lax.map(attend_block, queries.block_numbers)
     out = ungroup_heads(_join_blocks(outs, 1))  # bqkgd → bqhd
     return out, Residuals(arrays, out, _join_blocks(lses, 3))  # bkgq
 
 
 def _backward(rule: Rule, residuals: Residuals, d_out: jax.Array) -> tuple[AttentionArrays]:
-    """Is the backward rule of :func:`attend_in_blocks`: goes along the rows of pairs once more."""
+    """The backward rule of :func:`attend_in_blocks`: goes along the rows of pairs once more.
+
+    Returns:
+      A tuple of the gradient of the only differentiable argument, the arrays.
+    """
     (query, key, value, key_info, visibility), out, lse = residuals
     block = Block(key, value, key_info, first=0)
     wide, key_heads = wide_dtype(query), key.shape[2]
@@ -581,7 +598,8 @@ def _backward(rule: Rule, residuals: Residuals, d_out: jax.Array) -> tuple[Atten
     )
     queries, keys = TokenRange(0, query.shape[1]), TokenRange(0, key.shape[1])
 
-    # A row of pairs completes the gradient of its queries; those of keys and values add up.
+    # A row of pairs completes the gradient of its queries, which is an output of the loop. The
+    # gradients of keys and values add up over the rows, so they are the carry.
     def add_block(d_keys: list[jax.Array], number: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         tokens = queries.block(number)
         some_queries = all_queries.slice(tokens)
@@ -603,7 +621,7 @@ attend_in_blocks.defvjp(_forward, _backward)
 
 
 def delta_of(out: jax.Array, d_out: jax.Array, key_heads: int) -> jax.Array:
-    """Returns the product of each output, bqhd, with its gradient: bkgq."""
+    """Returns the scalar product of each output with its gradient, bqhd: ``delta``, bkgq."""
     wide = wide_dtype(out)
     delta = (out.astype(wide) * d_out.astype(wide)).sum(-1)[..., None]  # bqh1
     return jnp.moveaxis(group_heads(delta, key_heads)[..., 0], 1, 3)
@@ -618,8 +636,8 @@ def _if_visible(
 ) -> _State:
     """Returns ``add(state)``, or the state itself if all of the keys are hidden from the queries.
 
-    Only a cheap test of positions decides, and none of segments or masks: whether the first of one
-    range is after the last of the other one (:func:`may_attend`).
+    Only a cheap test of the first and last positions decides (:func:`may_attend`). Segments and
+    masks are not tested, so keys that only these hide are added, with weights of 0.
 
     Args:
       rule: the options.
@@ -629,7 +647,8 @@ def _if_visible(
       state: a pytree of arrays.
     """
     for info in (queries, keys):
-        # Positions of (b, tokens) differ from row to row: one row may hide what another one sees.
+        # Positions of (b, tokens) differ from row to row, so keys that are hidden in one row may be
+        # visible in another row.
         if info.positions is None or info.positions.ndim > 1:
             return add(state)
     is_visible = may_attend(rule, queries.positions, keys.positions)  # type: ignore[arg-type]
@@ -641,20 +660,21 @@ def _join_blocks(blocks: jax.Array, axis: int) -> jax.Array:
     """Joins blocks along one of their dimensions.
 
     Args:
-      blocks: arrays of which the first dimension is the number of the block, as ``scan`` returns
-        them, such as (2, b, 3, d).
-      axis: the dimension of a block, counted without that number: 1 for the result (b, 6, d).
+      blocks: the blocks, stacked along the first dimension as by ``scan``: (2, b, 3, d) for two
+        blocks.
+      axis: the dimension of a block along which blocks are joined: 1 for the result (b, 6, d).
     """
     moved = jnp.moveaxis(blocks, 0, axis)  # (b, 2, 3, d)
     before, after = moved.shape[:axis], moved.shape[axis + 2 :]
     num_blocks, block_length = moved.shape[axis : axis + 2]
-    # For each new dimension, the one of `moved` whose sharding it keeps; that of tokens has none.
+    # For each new dimension, the dimension of `moved` whose sharding it keeps. The joined dimension
+    # has no sharding.
     sources = [*range(axis), None, *range(axis + 2, moved.ndim)]
     return reshape(moved, (*before, num_blocks * block_length, *after), sources)
 
 
 def wide_dtype(x: jax.Array) -> Any:
-    """The dtype in which sums are computed: float32, or float64 for that."""
+    """Returns the dtype in which sums are computed: float32, or float64 for float64."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -665,7 +685,7 @@ def einsum(rule: Rule, formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def group_heads(x: jax.Array, key_heads: int) -> jax.Array:
-    """Splits heads by the key head that serves them: bqhd → bqkgd."""
+    """Splits heads by the key head that serves them: bqhd → bqkgd. ``key_heads`` is k."""
     batch, length, heads, features = x.shape
     shape = (batch, length, key_heads, heads // key_heads, features)
     return reshape(x, shape, (0, 1, 2, None, 3))
@@ -683,7 +703,7 @@ def reshape(x: jax.Array, shape: tuple[int, ...], sources: Sequence[int | None])
     Args:
       x: the array.
       shape: the new shape.
-      sources: for each new dimension the old one whose axes it gets; None for no axes.
+      sources: for each new dimension, the old dimension whose axes it gets; None for no axes.
     """
     spec = type_spec(x)
     if spec is None:

@@ -154,7 +154,12 @@ def context_parallel(
 def _head_axes(
     parameters: Iterable[NamedVariable], specs: Mapping[Path, PartitionSpec]
 ) -> tuple[str, ...]:
-    """Finds the axes over which the heads of queries are, by the kernels that make these."""
+    """Finds the axes that shard the heads of queries, in the specs of the kernels of queries.
+
+    Args:
+      parameters: the parameters of the model.
+      specs: the spec of each parameter, by path.
+    """
     head_axes: dict[str, None] = {}  # a set in order
     for parameter in parameters:
         # (features, heads, features of a head), perhaps after dimensions of stacked layers.
@@ -165,7 +170,7 @@ def _head_axes(
     return tuple(head_axes)
 
 
-# The second one is not in all releases of Flax.
+# The second function is not in all releases of Flax.
 _NAMES = ("dot_product_attention", "dot_product_attention_with_rope")
 _FLAX_FUNCTIONS = [getattr(nnx, name) for name in _NAMES if hasattr(nnx, name)]
 
@@ -178,7 +183,8 @@ def _attends(_: Path, module: nnx.Module) -> bool:
 def _attention_options(module: nnx.Module) -> dict[str, Any] | None:
     """Returns the keywords that a module gives to an attention function of Flax.
 
-    Those of a ``functools.partial``, else none: ``{}``. None for a module without such a function.
+    The keywords are those of a ``functools.partial`` around the function; without a partial, the
+    dict is empty. The result is None if the module uses no attention function of Flax.
     """
     function: Any = vars(module).get("attention_fn")
     keywords: dict[str, Any] = {}
@@ -189,14 +195,18 @@ def _attention_options(module: nnx.Module) -> dict[str, Any] | None:
 
 @dataclasses.dataclass(frozen=True)
 class OverSequence:
-    """Calls a module with a function of this package in place of its attention function."""
+    """Calls a module with a function of this package instead of its attention function.
 
-    method: str
-    options: tuple[tuple[str, Any], ...]
+    Tracing asks the schedule of a module, such as this one or that of a pipeline, for each call of
+    the module: :meth:`wrap` returns the function that is called.
+    """
+
+    method: str  # a key of ``METHODS``
+    options: tuple[tuple[str, Any], ...]  # the keywords for this method: (name, value) pairs
 
     @property
     def axis(self) -> str:
-        """The axis, or of two the one within which heads are exchanged."""
+        """The axis of the sequence; of two axes, the one within which heads are exchanged."""
         axis = dict(self.options)["axis"]
         return axis if isinstance(axis, str) else axis[0]
 
@@ -230,7 +240,7 @@ class OverSequence:
         axes_of_rows: object,
         prefetch: bool,
     ) -> Callable[..., Any]:
-        """Returns what is called in place of a method of the module.
+        """Returns what is called instead of a method of the module.
 
         The parameters are those of all schedules, such as of pipelines.
 
@@ -240,24 +250,24 @@ class OverSequence:
           mesh: the mesh of the trace.
           batch_axes: the axes that shard the batch of the model's data.
           axes_of_rows: not used; other schedules split the rows of the batch.
-          prefetch: likewise.
+          prefetch: whether parameters are gathered ahead; not used.
         """
         # Keywords that the module itself gives to its function, by a partial, override these.
         original, own_options = module.attention_fn, _attention_options(module) or {}
         options = {"mesh": mesh, **dict(self.options), **own_options}
         if self.method != "ring":  # in a ring, the compiler splits the batch
-            # The method leaves out those that shard the sequence, or do not divide the batch.
+            # The method leaves out axes that shard the sequence, or do not divide the batch.
             batch = frozenset(batch_axes)
             options["batch_axis"] = tuple(axis for axis in mesh.axis_names if axis in batch)
         sharded: Callable[..., Any] = functools.partial(METHODS[self.method], **options)
 
         def attention(query: jax.Array, *args: Any, **kwargs: Any) -> Any:
-            # A decoder has a single query, (…, 1, heads, features): there is nothing to shard.
+            # A decoder has a single query, (…, 1, heads, features), which cannot be sharded.
             attend = original if query.shape[-3] == 1 else sharded
             return attend(query, *args, **kwargs)
 
         def call_sharded(*args: Any, **kwargs: Any) -> Any:
-            # By `vars`, as setting an attribute of a module in a trace has checks of its own.
+            # The attribute is set by `vars`, because Flax checks what is set in a trace.
             vars(module)["attention_fn"] = attention
             try:
                 return call(*args, **kwargs)

@@ -1,8 +1,14 @@
 """Where a sequence is: the mesh axes over which attention is mapped, and moves along them.
 
-Attention runs as one function on each device, by ``jax.shard_map`` over some axes of the mesh: the
-*mapped* ones. Over the others the compiler splits it. The *info* of tokens are arrays of a number
-for each of them, such as positions (``blocks.py`` has the records).
+Attention runs as one function on each device, by ``jax.shard_map`` over some axes of the mesh, the
+*mapped* axes. Over the other axes the compiler splits the function. The *info* of tokens are arrays
+with a number for each token, such as the position (``blocks.py`` has the records). *Axes* are a
+tuple of names, major first; ``()`` shards nothing.
+
+From other modules: `type_spec` and `type_mesh` return the spec and the mesh in the type of an
+array, or None. `retype` gives an array another spec in its type. `mesh_in_trace` returns a mesh
+with the axis types of the current trace. `pad_entries` returns the entries of a spec, one for each
+dimension, and `axes_of` the axes of one entry.
 """
 
 from __future__ import annotations
@@ -31,9 +37,10 @@ class Layout(NamedTuple):
 
     Attributes:
       mesh: the mesh; None for one device.
-      sequence: the axes that shard the sequence.
-      batch: those that shard the batch: the Explicit ones, and those that the user named.
-      heads: likewise those that shard heads.
+      sequence: the axes that shard the sequence, major first. A device's index along the sequence
+        (`device_index`) counts along these axes.
+      batch: the axes that shard the batch: Explicit axes, and axes that the user named.
+      heads: the axes that shard the heads, found in the same way.
       mapped: all axes over which the function of each device is mapped.
     """
 
@@ -48,7 +55,12 @@ class Layout(NamedTuple):
         return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
 
     def token_spec(self, sequence: Axes, heads: Axes | None = None) -> P:
-        """Returns the spec of (b, tokens, heads, features), sharded over these axes."""
+        """Returns the spec of (b, tokens, heads, features), with an entry for all but the last.
+
+        Args:
+          sequence: the axes that shard the tokens.
+          heads: the axes that shard the heads; None for those of the layout.
+        """
         heads = self.heads if heads is None else heads
         return P(_entry(self.batch), _entry(sequence), _entry(heads))
 
@@ -60,7 +72,7 @@ class Layout(NamedTuple):
         key_axes: Axes,
         info_axes: Axes | None = None,
     ) -> AttentionArrays:
-        """Returns the same record with a ``PartitionSpec`` in the place of each array.
+        """Returns the same record with a ``PartitionSpec`` instead of each array.
 
         Args:
           arrays: the arrays of the attention.
@@ -115,9 +127,11 @@ class Layout(NamedTuple):
         """Returns the function that runs ``fun`` on each device, by ``jax.shard_map``.
 
         Args:
-          fun: takes and returns what one device has; without a mesh, one device has all.
-          in_specs: of each argument a spec, or a pytree of specs like it; of mapped axes only.
-          out_specs: likewise of the result.
+          fun: takes and returns what one device has. Without a mesh, one device has everything,
+            and ``fun`` itself is returned.
+          in_specs: for each argument a spec, or a pytree of specs with the structure of the
+            argument. Specs name mapped axes only.
+          out_specs: the same for the result.
         """
         if self.mesh is None:
             return fun
@@ -132,7 +146,7 @@ class Layout(NamedTuple):
         )
 
         def typed_run(*args: Any) -> Any:
-            # Without that check, JAX would get gradients wrong in an outer map that has it.
+            # `check_vma` is off, so JAX would get gradients wrong in an outer map where it is on.
             args = refuse_gradients_of_varying(args, name="attention over a sharded sequence")
             return run(*jax.tree.map(self.typed, args, in_specs))
 
@@ -141,9 +155,9 @@ class Layout(NamedTuple):
     def typed(self, x: jax.Array, spec: P) -> jax.Array:
         """Gives an array the sharding of a spec in its type, over mapped axes that are Explicit.
 
-        JAX asks for that before a function is mapped over Explicit axes. Other Explicit axes stay:
-        with "data" and "context" Explicit, of which only "context" is mapped, the spec
-        ``P(None, "context")`` gives an array of type ``P("data")`` the type
+        JAX requires such a type before a function is mapped over Explicit axes. Other Explicit axes
+        stay. For example, "data" and "context" are Explicit, and only "context" is mapped. The spec
+        ``P(None, "context")`` then gives an array of type ``P("data")`` the type
         ``P("data", "context")``.
         """
         if self.mesh is None:
@@ -161,7 +175,10 @@ class Layout(NamedTuple):
         return retype(x, mesh, P(*entries))  # type: ignore[no-any-return]
 
     def next_device(self, tree: Any) -> Any:
-        """Sends arrays to the next device along the sequence; returns those of the one before."""
+        """Sends arrays to the next device along the sequence; returns the previous device's arrays.
+
+        The last device sends to the first one. Without a mesh, the arrays are returned.
+        """
         if self.mesh is None:
             return tree
         size = self.count(self.sequence)
@@ -172,10 +189,14 @@ class Layout(NamedTuple):
 
         Args:
           tree: the arrays.
-          route: the index of each device along the sequence, and that of the one to which it sends.
+          route: pairs of indices along the sequence: a device, and the device to which it sends.
+
+        Returns:
+          The arrays that each device got.
         """
         assert self.mesh is not None
-        # JAX asks for the axes in the order of the mesh, and the sequence may have another one.
+        # JAX requires the axes in the order of the mesh. The sequence may have another order, so
+        # indices along the sequence are translated into indices along the axes in that order.
         axes = tuple(axis for axis in self.mesh.axis_names if axis in self.sequence)
         numbers = np.arange(self.count(axes)).reshape([self.mesh.shape[axis] for axis in axes])
         along_sequence = numbers.transpose([axes.index(axis) for axis in self.sequence]).ravel()
@@ -183,7 +204,7 @@ class Layout(NamedTuple):
         return jax.lax.ppermute(tree, axes, pairs)
 
     def device_index(self) -> Any:
-        """The index of the device along the sequence."""
+        """Returns the index of this device along the sequence; 0 without a mesh."""
         return 0 if self.mesh is None else jax.lax.axis_index(self.sequence)
 
 
@@ -203,9 +224,9 @@ def layout_of(
       query: the queries, (b, tokens, heads, features); Explicit axes are in their type.
       sequence: the axes that shard the sequence.
       batch: the Auto axes that shard the batch, as the user named them.
-      heads: likewise of the heads.
+      heads: the Auto axes that shard the heads, as the user named them.
       is_opaque: whether the compiler cannot split the function of each device, such as a kernel.
-        Then it is mapped over all axes, as none may be left to the compiler.
+        The function is then mapped over all axes, because no axis may be left to the compiler.
     """
     if mesh is None:
         return Layout(None, sequence=(), batch=(), heads=(), mapped=frozenset())
@@ -226,7 +247,7 @@ def layout_of(
     batch_axes, head_axes = axes_of_dimension(0, batch), axes_of_dimension(2, heads)
     all_axes = mesh.axis_names if is_opaque else (*sequence, *batch_axes, *head_axes)
     # Over Manual axes, an outer `shard_map` has mapped this code already. The `spmd_axis_name` of
-    # an outer `vmap` has to be mapped too: JAX puts it in front of all specs.
+    # an outer `vmap` has to be mapped too, because JAX puts this axis in front of all specs.
     manual = axes_of_type(mesh_in_trace(mesh), AxisType.Manual)
     mapped = (frozenset(all_axes) - manual) | _compat.spmd_axes()
     return Layout(mesh, sequence, batch_axes, head_axes, mapped)
@@ -271,21 +292,26 @@ def balanced_order(length: int, shards: int) -> np.ndarray:
 
 
 def move_tokens(layout: Layout, arrays: tuple[Any, ...], *, back: bool = False) -> tuple[Any, ...]:
-    """Moves arrays, (b, tokens, …) or None, to the balanced order, or back.
+    """Moves the tokens of arrays to the balanced order, or back; returns the moved arrays.
 
-    Device i has chunks 2i and 2i + 1 of 2n; in the balanced order it has i and 2n - 1 - i. For
-    n = 3::
+    Of 2n chunks, device i has chunks 2i and 2i + 1, and in the balanced order chunks i and
+    2n - 1 - i. For n = 3::
 
         device            0      1      2
         in order          0 1    2 3    4 5
         balanced          0 5    1 4    2 3
 
-    Of both pairs of a device one chunk is even. So two `ppermute` suffice: one of all even chunks
-    (0, 2 and 4, to devices 0, 2 and 1), and one of all odd ones.
+    In both orders, one of a device's two chunks is even. So two `ppermute` are enough: one for all
+    even chunks (0, 2 and 4 go to devices 0, 2 and 1), and one for all odd chunks.
+
+    Args:
+      layout: the mesh axes, of which the sequence has n devices.
+      arrays: arrays of (b, tokens, heads, features) or (b, tokens); None stays None.
+      back: whether tokens move from the balanced order to their own order.
     """
     size = layout.count(layout.sequence)
     last = 2 * size - 1
-    # First of the even chunks, then of the odd ones: (device, device to which it sends its chunk).
+    # The route of the even chunks, then the route of the odd chunks (see `Layout.permute`).
     routes = []
     for parity in (0, 1):
         chunk_numbers = [2 * device + parity for device in range(size)]
@@ -305,7 +331,7 @@ def move_tokens(layout: Layout, arrays: tuple[Any, ...], *, back: bool = False) 
         chunks = jnp.split(x, 2, axis=1)
         if back:
             chunks = swap_on_odd_devices(*chunks)
-        # Chunks are (even, odd) here. In order, that is how each device has them.
+        # Here the chunks are (even, odd), as each device has them while tokens are in order.
         moved = [layout.permute(chunk, route) for chunk, route in zip(chunks, routes, strict=True)]
         if not back:
             moved = swap_on_odd_devices(*moved)
@@ -335,10 +361,10 @@ def attend_balanced(
 
     Args:
       layout: where the sequence is.
-      arrays: those of causal attention, of tokens in their own order. So queries and keys are of
-        one sequence: they share positions, segments and places.
+      arrays: the arrays of causal attention, with tokens in their own order. Queries and keys are
+        then of one sequence, and share positions, segments and places.
       attend: returns the outputs of the queries.
-      moves_keys: whether keys and values move as well.
+      moves_keys: whether keys and values move as well. Otherwise only the queries move.
     """
     query, key, value, info, visibility = arrays
     order = jnp.asarray(balanced_order(query.shape[1], layout.count(layout.sequence)))
@@ -346,7 +372,7 @@ def attend_balanced(
         query, key, value, segments = move_tokens(layout, (query, key, value, info.segments))
     else:
         query, segments = move_tokens(layout, (query, info.segments))
-    # A token's place in the whole sequence is its position, as tokens were in order.
+    # A token's place in the whole sequence is its position, because tokens were in order.
     moved_info = TokenInfo(order, segments, places=None if info.places is None else order)
     visibility = visibility._replace(query_info=moved_info)
     key_info = moved_info if moves_keys else info

@@ -1,7 +1,7 @@
 """Attention of one device: block by block, or by a function of the user, such as a kernel.
 
-A function of the user is called with its arrays, ``(batch, length, heads, features)``, and of these
-keywords with those that are needed and that it has a parameter for:
+A function of the user is called with arrays of ``(batch, length, heads, features)``, and with those
+of these keywords that are needed and for which the function has a parameter:
 
     is_causal                           queries and keys are the whole sequence, in order; or
     is_causal, query_positions,         they are where these integers say, (length,) or
@@ -13,11 +13,16 @@ keywords with those that are needed and that it has a parameter for:
     dropout_rate, dropout_rng,          the key is different for each shard
       broadcast_dropout, deterministic
 
-What it has no parameter for becomes ``mask``, booleans of ``(batch or 1, heads or 1, queries or 1,
-keys)``; scale becomes a factor of the queries.
+If the function has no parameter for causal, a window or segments, ``mask`` hides the keys: booleans
+of ``(batch or 1, heads or 1, queries or 1, keys)``. Without a parameter for the scale, the queries
+are multiplied by a factor.
 
 Words from ``blocks.py``: the *rule* has the options, such as causal; the *info* of tokens are their
 positions and segments; the *visibility* has the info of queries, a mask and the key of dropout.
+
+From other modules: `Inputs` has the rule, the layout and the arrays of an attention, and the
+``positions`` that the user gave, or None. `visible_by_info` returns masks for what the rule and the
+info hide, and no mask for what they do not.
 """
 
 from __future__ import annotations
@@ -62,10 +67,12 @@ def local_attention(
     names = parameter_names(attention)
     if rule.dropout_rate and "dropout_rng" not in names:
         raise ValueError(f"{caller}: attention has no parameter dropout_rng, for dropout.")
-    # Only then `is_causal` and `window` mean the same to a function that knows no positions.
+    # Only for whole sequences in order do `is_causal` and `window` mean the same to a function that
+    # gets no positions.
     in_order = is_whole and inputs.positions is None
     layout = inputs.layout
-    # Not along axes over which arrays are replicated: these devices compute the same.
+    # The axes along which devices get different keys of dropout. Axes that replicate the arrays are
+    # left out, because devices along these axes have to compute the same.
     sharding = {*layout.batch, *layout.sequence, *layout.heads, *_compat.spmd_axes()}
     mapped = tuple(sorted(layout.mapped & sharding))
 
@@ -82,12 +89,13 @@ def local_attention(
         if rule.precision is not None and "precision" in names:
             keywords["precision"] = rule.precision
         if visibility.dropout is not None:
-            # With one key, all shards would drop the same of their tokens.
+            # With one key for all devices, all shards would drop the weights at the same places.
             device = jax.lax.axis_index(mapped) if mapped else 0
-            # The words are two, as of this implementation, whichever is the default one.
+            # The key has two words, so it is a key of this implementation, whichever implementation
+            # is the default of JAX.
             key_of_all = jax.random.wrap_key_data(visibility.dropout.words, impl="threefry2x32")
             rng = jax.random.fold_in(key_of_all, device)
-            # There is one number of a row if all rows drop the same weights.
+            # If all rows drop the same weights, `rows` has one number.
             is_shared = visibility.dropout.rows.size == 1
             offered = {
                 "dropout_rate": rule.dropout_rate,
@@ -105,7 +113,7 @@ def local_attention(
 
 
 def parameter_names(function: AttentionFunction) -> frozenset[str]:
-    """Returns the names of the parameters of a function; none of one that cannot be read."""
+    """Returns the names of a function's parameters; empty if Python does not know them (C code)."""
     try:
         return frozenset(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -113,7 +121,10 @@ def parameter_names(function: AttentionFunction) -> frozenset[str]:
 
 
 def takes_positions(attention: AttentionFunction | None) -> bool:
-    """Whether a function is told the positions of tokens that are not in order."""
+    """Whether an attention function can be told the positions of tokens that are not in order.
+
+    None is the attention of this library, which can.
+    """
     needed = {"query_positions", "key_positions"}
     return attention is None or needed <= parameter_names(attention)
 
@@ -121,13 +132,13 @@ def takes_positions(attention: AttentionFunction | None) -> bool:
 def _split_rule(
     rule: Rule, names: frozenset[str], *, queries: TokenInfo, keys: TokenInfo, in_order: bool
 ) -> tuple[dict[str, Any], list[jax.Array]]:
-    """Says by keywords what hides keys if the user's function has them, and else by masks.
+    """Splits what hides keys into keywords that the user's function takes, and masks for the rest.
 
     Args:
       rule: the options.
       names: the parameters of the function.
       queries: the positions and segments of queries.
-      keys: those of keys.
+      keys: the positions and segments of keys.
       in_order: whether both are the whole sequence, in its order.
 
     Returns:
@@ -150,13 +161,13 @@ def _split_rule(
     segments = {"query_segment_ids": queries.segments, "key_segment_ids": keys.segments}
     if queries.segments is not None and segments.keys() <= names:
         keywords |= segments
-        # One side without segments is enough for no mask of them.
+        # `visible_by_info` makes no mask of segments if queries have none.
         queries = queries._replace(segments=None)
     return keywords, visible_by_info(rest, queries, keys)
 
 
 def _joined(masks: list[jax.Array], user_mask: jax.Array | None) -> jax.Array | None:
-    """Joins masks of (b or 1, queries, keys) and that of the user, which has heads, into one.
+    """Joins masks of (b or 1, queries, keys), and the user's mask, which has heads, into one mask.
 
     Returns:
       The mask, (b or 1, heads or 1, queries or 1, keys); None if there is none.

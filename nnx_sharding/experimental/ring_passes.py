@@ -14,24 +14,26 @@ backward. What is *moving* is the block, and backward the gradients of its keys 
 each device adds what its queries cause. ``blocks.py`` has the formulas, and cuts what a device has
 into smaller blocks, so that scores take as little memory as in attention on one device.
 
-Words from there: the *rule* has the options, such as causal; the *info* of tokens are their
+Words from ``blocks.py``: the *rule* has the options, such as causal; the *info* of tokens are their
 positions and the like; the *visibility* has what decides to which keys queries attend. Letters are
 dimensions: b the batch, q queries, s keys, k key heads, g the group of heads that one key head
 serves, h = k g, d features. Queries are bqkgd, keys and values bskd, ``lse`` and ``delta`` bkgq.
+`group_heads` turns bqhd into bqkgd, `ungroup_heads` turns it back. `add_in_blocks` adds a pair of
+ranges of queries and keys to the softmax, `add_gradients_in_blocks` adds a pair to the gradients.
 
 **Skipping.** Where positions are known for all rows, the queries and keys of a device are cut into
 halves, and a pair of halves is computed only if a query may attend to a key (:func:`may_attend`).
 
 **Balanced order.** Of 2 n chunks of the sequence, device i has chunk i as its first half, and chunk
-2 n - 1 - i as its second one. So its number and that of the block tell which pairs of halves
-(of queries, of keys) causal attention needs, and all devices have equally many::
+2 n - 1 - i as its second half. So the numbers of the device and of the block tell which pairs of
+halves (of queries, of keys) causal attention needs, and all devices have equally many pairs::
 
     block j < i, of earlier tokens    (1, 0)  (0, 0)
     block j > i, of later tokens      (1, 0)  (1, 1)
     block i, the device's own         (1, 0)  (1, 1)  (0, 0)     the last is its *extra pair*
 
-**Bytes.** A device with L bytes of keys and values sends ``(n - 1) L`` forward. Backward it sends
-as much again, and n times their gradients, which are in float32.
+**Bytes.** A device with L bytes of keys and values sends ``(n - 1) L`` in the forward pass. In the
+backward pass it sends as much again, and n times the gradients of keys and values, in float32.
 
 **Memory.** Halves are read, and their sums are written, where they are in the arrays of the device,
 and the loop over steps updates these in place. Copies of halves took 176 MiB of 1,060 (32 heads,
@@ -74,8 +76,8 @@ from .layout import Layout
 
 _Index: TypeAlias = int | jax.Array  # the index of a step, or of a half
 _Halves: TypeAlias = tuple[_Index, _Index]  # (half of the queries, half of the keys)
-_State = TypeVar("_State", Softmax, Gradients)
-_Queries = TypeVar("_Queries", jax.Array, BackwardQueries)
+_State = TypeVar("_State", Softmax, Gradients)  # forward, backward
+_Queries = TypeVar("_Queries", jax.Array, BackwardQueries)  # forward, backward
 
 
 class Ring(NamedTuple):
@@ -94,7 +96,7 @@ class Ring(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The devices of the ring."""
+        """The number of devices in the ring."""
         return self.layout.count(self.layout.sequence)
 
 
@@ -110,7 +112,11 @@ def attend(ring: Ring, arrays: AttentionArrays) -> jax.Array:
 
 
 def _forward(ring: Ring, arrays: AttentionArrays) -> tuple[jax.Array, Residuals]:
-    """Is the forward rule of :func:`attend`: runs :func:`_local_forward` on each device."""
+    """The forward rule of :func:`attend`: runs :func:`_local_forward` on each device.
+
+    Returns:
+      The outputs, and the residuals for :func:`_backward`.
+    """
     specs = _specs(ring, arrays)
     run = ring.layout.map(  # a `shard_map`
         functools.partial(_local_forward, ring),
@@ -122,7 +128,11 @@ def _forward(ring: Ring, arrays: AttentionArrays) -> tuple[jax.Array, Residuals]
 
 
 def _backward(ring: Ring, residuals: Residuals, d_out: jax.Array) -> tuple[AttentionArrays]:
-    """Is the backward rule of :func:`attend`: runs :func:`_local_backward` on each device."""
+    """The backward rule of :func:`attend`: runs :func:`_local_backward` on each device.
+
+    Returns:
+      A tuple of the gradient of the only differentiable argument, the arrays.
+    """
     specs = _specs(ring, residuals.arrays)
     run = ring.layout.map(
         functools.partial(_local_backward, ring),
@@ -148,14 +158,15 @@ def _specs(ring: Ring, arrays: AttentionArrays) -> Residuals:
 
 def _local_forward(ring: Ring, arrays: AttentionArrays) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs of the queries of a device, bqhd, and their log-sum-exp, bkgq."""
-    # JAX would compute what depends on positions alone before a loop over layers, and keep the
-    # masks of all blocks: 86 GiB in place of 9.5 for two layers of 131,072 tokens.
+    # Without a barrier, JAX computes what depends on positions alone before a loop over layers, and
+    # keeps the masks of all blocks: 86 GiB instead of 9.5 GiB for two layers of 131,072 tokens.
     arrays = jax.lax.optimization_barrier(arrays)
     query, key, value, key_info, visibility = arrays
     grouped = group_heads(query, key.shape[2])  # bqkgd
 
     def add_block(state: Any, moving: Any, step: _Index, *, only_extra_pair: bool) -> Any:
-        # The queries are in the state as each step has to read those that `_add_pairs` returns.
+        # The queries are part of the state, because each step has to read the queries that
+        # `_add_pairs` of the step before returned (see the barrier there).
         softmax, queries = state
         new_state = _add_pairs(
             ring,
@@ -185,7 +196,8 @@ def _local_backward(
     queries = BackwardQueries(grouped, d_grouped, lse, delta_of(out, d_out, key_heads))
 
     def add_block(state: Any, moving: Any, step: _Index, *, only_extra_pair: bool) -> Any:
-        # The queries are in the state as each step has to read those that `_add_pairs` returns.
+        # The queries are part of the state, as in `_local_forward`. Gradients of keys and values
+        # move with their block.
         (d_query, queries), (keys, d_key, d_value) = state, moving
         gradients, queries = _add_pairs(
             ring,
@@ -201,8 +213,9 @@ def _local_backward(
     d_query, d_key, d_value = (jnp.zeros_like(x, wide) for x in (grouped, key, value))
     moving = (key, value, key_info), d_key, d_value
     (d_query, _), (_, *d_block) = _add_all_blocks(ring, add_block, (d_query, queries), moving)
-    # After n - 1 moves, block i + 1 is on device i: one more brings its gradients home.
+    # After n - 1 moves, block i + 1 is on device i. One more move brings its gradients home.
     d_key, d_value = ring.layout.next_device(d_block)
+    # The sums lack the factor ``scale`` of queries and keys (see `Gradients`).
     scale, dtype = ring.rule.scale, query.dtype
     d_query, d_key = ungroup_heads(d_query) * scale, d_key * scale
     return d_query.astype(dtype), d_key.astype(dtype), d_value.astype(dtype)
@@ -226,7 +239,7 @@ def _add_all_blocks(
       add_block: called as ``add_block(state, moving, step, only_extra_pair=)``, adds the pairs of a
         step (:func:`_add_pairs`), and returns the new state and the new ``moving``.
       state: what stays on a device.
-      moving: what moves: the block, and in the backward pass its gradients.
+      moving: what moves: the block, and in the backward pass the gradients of its keys and values.
 
     Returns:
       The state, and what was moving, as it is on each device after the last step.
@@ -234,13 +247,14 @@ def _add_all_blocks(
 
     def run_step(carry: Any, step: jax.Array) -> Any:
         state, moving = add_block(*carry, step, only_extra_pair=False)
-        # Sent after its pairs were added: sent before, a block would be in memory twice meanwhile,
-        # as it leaves and as it arrives.
+        # The block is sent after its pairs were added. If it were sent before, two blocks would be
+        # in memory meanwhile: the one that leaves and the one that arrives.
         return (state, ring.layout.next_device(moving)), None
 
     carry = state, moving
     if ring.is_balanced:
-        # Only the own block has it, so the steps of the loop, which all do the same, cannot add it.
+        # Only a device's own block has the extra pair, so it is added before the loop, whose steps
+        # all do the same.
         carry = add_block(*carry, 0, only_extra_pair=True)
     carry, _ = jax.lax.scan(run_step, carry, jnp.arange(ring.size - 1))
     return add_block(*carry, ring.size - 1, only_extra_pair=False)  # after it, nothing has to move
@@ -260,19 +274,21 @@ def _add_pairs(
 
     Args:
       ring: the options.
-      add_pair: `add_in_blocks` or `add_gradients_in_blocks`.
-      state: what it adds to.
-      queries: what it needs of all queries of the device.
+      add_pair: `add_in_blocks` or `add_gradients_in_blocks`, which returns the new state.
+      state: the sums to which ``add_pair`` adds.
+      queries: what ``add_pair`` needs of all queries of the device.
       block: the keys and values that the device has in this step.
-      visibility: that of the queries.
-      only_extra_pair: in the balanced order, whether to add the extra pair only, or all others.
+      visibility: the visibility of the queries.
+      only_extra_pair: in the balanced order, whether to add only the extra pair; otherwise the
+        other pairs are added.
 
     Returns:
-      The new state; and the queries, which the next step has to read from here.
+      The new state; and the same queries, behind the barriers. The next step has to read these.
     """
     query_positions, key_positions = visibility.query_info.positions, block.info.positions
     num_queries, num_keys = jax.tree.leaves(queries)[0].shape[1], block.key.shape[1]  # bqkgd, bskd
-    # Only positions that are those of all rows can hide a whole pair. Without them, no halves.
+    # Only positions that all rows of the batch share, (tokens,), can hide a whole pair. Without
+    # such positions no pair can be skipped, so the tokens are not cut into halves.
     can_skip = query_positions is not None and query_positions.ndim == 1
     num_parts = 2 if can_skip and num_queries % 2 == 0 and num_keys % 2 == 0 else 1
 
@@ -287,13 +303,14 @@ def _add_pairs(
     if ring.is_balanced:
         pairs = _balanced_pairs(query_positions, key_positions, only_extra_pair=only_extra_pair)
     for i, j in pairs:
-        # The scores of a pair need no other pair, so without a barrier the compiler computes those
-        # of all pairs at once: 3 × 128 MiB in place of one, for 32 heads and blocks of 1,024
-        # tokens.
+        # The scores of a pair need no other pair, so without a barrier the compiler computes the
+        # scores of all pairs at once: 3 × 128 MiB instead of 128 MiB, for 32 heads and blocks of
+        # 1,024 tokens.
         carry = jax.lax.optimization_barrier((state, queries, block))
-        # The next pair, or step, reads the queries from the barrier: else the compiler keeps them
-        # in the layout of the loop and in that before it, 128 MiB more for 8,192 tokens on a
-        # device. The block is read from before it: else v5e leaves a gap of 80 MiB.
+        # The next pair or step reads the queries from behind the barrier. Otherwise the compiler
+        # keeps them in two layouts, that of the loop and that before the loop, which takes 128 MiB
+        # more for 8,192 tokens on a device. The next pair reads the block from before the barrier,
+        # because otherwise v5e leaves a gap of 80 MiB.
         _, queries, _ = carry
         run = functools.partial(add, i, j)
         if ring.is_balanced or not can_skip:  # all pairs are needed
@@ -311,9 +328,17 @@ def _add_pairs(
 def _balanced_pairs(
     query_positions: jax.Array | None, key_positions: jax.Array | None, *, only_extra_pair: bool
 ) -> list[_Halves]:
-    """Returns the pairs that causal attention needs in the balanced order: see the table above."""
+    """Returns the pairs that causal attention needs in the balanced order (table of the module).
+
+    Args:
+      query_positions: the positions of the device's queries, (tokens,).
+      key_positions: the positions of the keys of the block, (tokens,).
+      only_extra_pair: whether to return only the extra pair of the device's own block.
+    """
     if only_extra_pair:
         return [(0, 0)]
+    # The first halves are in the order of their devices, so the first positions tell whether the
+    # block is of an earlier device. For the own block this is False.
     is_earlier = key_positions[0] < query_positions[0]  # type: ignore[index]
     half = jnp.where(is_earlier, 0, 1)
     return [(1, 0), (half, half)]
