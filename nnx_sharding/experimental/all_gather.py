@@ -103,7 +103,8 @@ def all_gather_attention(
     local = local_attention(caller, attention, inputs, is_whole=inputs.layout.mesh is None)
     arrays, layout = inputs.arrays, inputs.layout
     attend = functools.partial(_attend, layout, local)
-    # An attention that does not know where queries are takes them to be in order.
+    # An attention that cannot be told the positions of queries takes them to be in order, so the
+    # queries must not move.
     if not (inputs.moves_tokens and takes_positions(attention)):
         return attend(arrays)
     # All devices have all keys, in any order, so only queries move.
@@ -111,7 +112,16 @@ def all_gather_attention(
 
 
 def _attend(layout: Layout, local: LocalAttention, arrays: AttentionArrays) -> jax.Array:
-    """Gathers keys and values, and attends on each device to all of them."""
+    """Gathers keys and values, and attends on each device to all of them.
+
+    Args:
+      layout: the mesh axes; those of the sequence shard queries, keys and values.
+      local: the attention of one device, with its queries and all keys.
+      arrays: the arrays of all devices.
+
+    Returns:
+      The outputs of all queries, sharded as the queries.
+    """
     if layout.mesh is None:  # one device, which has all of them
         return local(arrays)
     axes = layout.sequence
@@ -136,7 +146,10 @@ def _gather(axes: Axes, x: jax.Array) -> jax.Array:
 
 
 def _scatter(axes: Axes, _: None, d_whole: jax.Array) -> tuple[jax.Array]:
-    """Returns the sum of gradients over devices; XLA for CPUs (jax 0.12) aborts on bfloat16."""
+    """The backward rule of :func:`_gather`: each device gets the summed gradients of its keys.
+
+    The sum is in a wide dtype, because XLA for CPUs (jax 0.12) aborts on bfloat16.
+    """
     wide = d_whole.astype(wide_dtype(d_whole))
     if axes_of_type(jax.sharding.get_abstract_mesh(), AxisType.Explicit):
         # JAX 0.12 cannot compile `psum_scatter` if some axes are left Explicit.

@@ -114,8 +114,8 @@ def expert_parallel(
 def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[NamedVariable, int]]:
     """Finds the weights of experts, each with its dimension that counts experts.
 
-    A weight may have further dimensions of stacked layers, (layers, experts, in, out), of which its
-    ``layer_shape`` has none.
+    A weight may have further dimensions of stacked layers, (layers, experts, in, out). These
+    are missing in its ``layer_shape``, and in its ``layer_dimensions``.
 
     Args:
       model: the model.
@@ -125,14 +125,14 @@ def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[Name
     if where is not None:
         is_selected = to_predicate(where)
         for weight in variables(model):
-            # First those of one layer, as there may be as many layers as experts.
+            # Dimensions of one layer come first, because there may be as many layers as experts.
             dimensions = (*weight.layer_dimensions, *weight.layers.dimensions)
             of_experts = [d for d in dimensions if (weight.shape or ())[d] == experts]
             if of_experts and is_selected(weight.path, weight.variable):
                 yield weight, of_experts[0]
         return
-    # Kernels (experts, in, out), and biases (experts, out). A matrix is a bias only in a module
-    # with a kernel: else it may be anything, such as an embedding of as many words.
+    # Kernels are (experts, in, out), and biases (experts, out). A matrix is a bias only in a module
+    # with a kernel. Otherwise it may be anything, such as an embedding of as many words.
     stacked = [x for x in _parameters_of_users(model) if x.layer_shape[:1] == (experts,)]
     modules_with_kernels = {x.path[:-1] for x in stacked if len(x.layer_shape) > 2}
     for weight in stacked:
@@ -141,7 +141,7 @@ def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[Name
 
 
 def _parameters_of_users(model: Any) -> list[NamedVariable]:
-    """Lists the parameters of the user's own modules; none of Flax's modules has experts.
+    """Lists the parameters of the user's own modules, because no module of Flax has experts.
 
     The path of a parameter without its last key is that of its module: ``experts/up`` is in
     ``experts``.
@@ -156,10 +156,10 @@ def _parameters_of_users(model: Any) -> list[NamedVariable]:
 
 
 def _number_of_experts(model: Any) -> int:
-    """Finds the number of experts: a router near their weights has an output for each.
+    """Finds the number of experts: a router near their weights has an output for each expert.
 
-    In ``blocks/0/experts/up``, of shape (8, in, out), there are 8 if a matrix below ``blocks/0``,
-    such as ``blocks/0/router/kernel``, has 8 columns.
+    For example, the weight ``blocks/0/experts/up`` of shape (8, in, out) has 8 experts if a matrix
+    below ``blocks/0``, such as ``blocks/0/router/kernel``, has 8 columns.
 
     Raises:
       ValueError: no router fits, or several with different numbers do.

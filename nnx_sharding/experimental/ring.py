@@ -150,11 +150,15 @@ def ring_attention(
 
 
 def attend_in_ring(inputs: Inputs) -> jax.Array:
-    """Attends in a ring; for balanced attention, tokens move before, and outputs move back."""
+    """Attends in a ring; for balanced attention, tokens move before, and outputs move back.
+
+    Returns:
+      The outputs, (batch, length, heads, features of values), in the order of the queries.
+    """
     layout, arrays, rule = inputs.layout, inputs.arrays, inputs.rule
     length, size = arrays.query.shape[1], layout.count(layout.sequence)
-    # A user who ordered the tokens passes their positions. Only those that are known while tracing
-    # can be compared.
+    # A user who has put the tokens into the balanced order passes their positions. Only positions
+    # that are known while tracing, in a NumPy array, can be compared with that order.
     is_given_balanced = (
         isinstance(inputs.positions, np.ndarray)
         and rule.is_causal

@@ -8,8 +8,10 @@ arguments alone, and say so.
 
 From other modules: a `Variant` is the step with values of options (``chosen``).
 `Search.arguments_of` predicts the bytes of a candidate's arguments on each device, or returns
-infinity if the strategy fails. `Needs` has the bytes of the arguments and the rest. The name of a
-strategy is a name for the batch and styles for layers, such as ``fsdp + tensor`` (`split_name`).
+infinity if the strategy fails. `Search.memory_of` returns the bytes of a compiled candidate, or
+None. `Needs` has a candidate and its bytes: ``arguments``, and ``rest``, which is None if unknown.
+The name of a strategy is a name for the batch and styles for layers, such as ``fsdp + tensor``
+(`split_name`).
 """
 
 from __future__ import annotations

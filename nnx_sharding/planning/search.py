@@ -14,8 +14,8 @@ step (``least``). A *resource* limits a step: ``compute``, ``memory`` or ``inter
 Communication that compute does not hide is *exposed*.
 
 From other modules: a `Comparison` has the reports of the programs that were compiled. ``fitting``
-lists the names of the programs that fit into memory, best first. ``figures`` has the figures of
-each program by column, and the column ``roofline`` is the estimated time of a step.
+lists the names of the programs that fit into memory, in the order of the reports. ``figures`` has
+the figures of each program by column, and the column ``roofline`` is the estimated time of a step.
 `Arguments.with_rows` returns the arguments with another batch. `memory_of` returns None if the
 memory of a program is unknown. Candidates with an equal `Prediction.key` shard everything alike.
 `Prediction.seconds` returns the time of each resource by its name. `products_of` returns None if

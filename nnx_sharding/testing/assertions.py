@@ -10,9 +10,12 @@ A collective has two figures in bytes: ``bytes`` is the size of its result on on
 A *row* is one array of a model, or of the arguments of a program, with its path, shape, spec and
 bytes. In messages, `_line` writes a collective, `_at` a row, and `_over` the axes that the caller
 asked for: `` over 'data'``, or nothing for any axes. `_fail` always raises the AssertionError, with
-a line for each cause and a remedy.
+a line for each cause and a remedy. `_collectives` returns the report of a program, the set of the
+axes that the caller asked for (None for any), and the collectives that may run over one of them.
+`_not_allowed` leaves out what the patterns of ``allowed`` match.
 
-From other modules: `Collectives.of` raises a ValueError for an unknown kind; `products_beside`
+From other modules: `Collectives.of` selects a kind, and raises a ValueError for an unknown kind.
+The ``bytes_sent`` of `Collectives` is None if a loop of unknown length sends. `products_beside`
 returns None for a gather that is in no loop, or that only moves the initial values of inner loops.
 """
 
@@ -176,7 +179,7 @@ def assert_bytes_sent_below(program: Program, limit: int | str, axes: Axes | Non
         if sent is None:
             size = f"an unknown number of bytes{_over(wanted)}, as a loop is of unknown length"
 
-        def key(each: Collective) -> float:
+        def key(each: Collective) -> float:  # collectives in a loop of unknown length come first
             return math.inf if each.total_bytes_sent is None else each.total_bytes_sent
 
         _fail(
@@ -445,7 +448,7 @@ def _replicated_rows(
 
 
 def _fail(head: str, lines: Iterable[str], remedy: str = "") -> NoReturn:
-    """Fails the test with a message."""
+    """Fails the test with a message: the head, the lines, and what to do (``remedy``)."""
     raise AssertionError(errors.message(head, lines, remedy))
 
 

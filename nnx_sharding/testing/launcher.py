@@ -4,6 +4,11 @@ Each process runs this file. The file does not import JAX, so the program can st
 that JAX reads. Three events end all processes: the first failure, the end of the launcher (each
 process waits for the launcher's end of a pipe to close), and a timeout. All processes have to end,
 because one that is left would wait for the others in a collective forever.
+
+The *launcher* is the process that calls `launch`, and its *workers* are the processes that it
+starts. The *rank* of a worker is its number, from 0. `_start`, `_wait`, `_copy` and `_end` run in
+the launcher; `_run` and `_end_with` run in the workers. All workers are in one process group, whose
+id is the process id of the first worker.
 """
 
 from __future__ import annotations
@@ -160,8 +165,8 @@ def _environment(
 
     Args:
       rank: the number of the process, from 0.
-      processes: how many there are.
-      devices: how many devices each of them has.
+      processes: the number of processes.
+      devices: the number of devices of each process.
       platform: the platform of JAX.
       coordinator: the address at which the first process waits for the others.
     """

@@ -18,6 +18,13 @@ as one path: ``model.layers[*].up``. The figures of a line are kept by their uni
 unit "", and the text of the rule has the unit "rule". The first line above is
 
     {"": "float32[64] P('model')", "rule": "column of tensor_parallel", "bytes": 64, "arrays": 1}
+
+A figure that is unknown is the text ``unknown`` in a lock, and None before.
+
+From other modules: `TITLES` maps the kind of a change to the title of its section. A `Change` has
+the figures before and after; its ``relative`` is None if one of them is a text or None. `Changes`
+prints a heading for each kind and a line for each change. `array_text` writes the dtype, shape and
+spec of an argument. `printable` escapes characters that cannot be printed.
 """
 
 from __future__ import annotations
@@ -176,10 +183,11 @@ def changes_since(
     old, new = _lock_in(path), locked(report)
     changes: list[Change] = []
     for part in _CAUSES_FIRST:
-        section = TITLES[part]  # a section has the title of what changed in it
+        section = TITLES[part]
         if part in _OPTIONAL and not (section in old and section in new):
             continue
-        # The name of a change ends with its unit: ``all-reduce over model: runs``.
+        # The name of a change ends with its unit: ``all-reduce over model: runs``. Counts, whose
+        # units are in `_EXACT`, have to be equal.
         for change in _compared(part, old.get(section, {}), new.get(section, {})):
             allowed = 0 if change.name.endswith(_EXACT) else tolerance
             if change.relative is None or abs(change.relative) > allowed:
@@ -245,7 +253,12 @@ def _lock_in(path: str | os.PathLike[str]) -> Lock:
 
 
 def described(changes: Changes, report: ProgramReport) -> str:
-    """Writes changes; below each collective, up to four places where it is in the program now."""
+    """Writes changes; below each collective, up to four places where it is in the program now.
+
+    Args:
+      changes: what :func:`changes_since` returned for the report.
+      report: what the program costs now.
+    """
     # The name of a collective's line in the lock is mapped to places such as "user.py:7 in
     # model.up". The places are keys of a dict, so that each is listed once, in order.
     places: defaultdict[str, dict[str, None]] = defaultdict(dict)
