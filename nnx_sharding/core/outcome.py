@@ -112,7 +112,8 @@ class Outcome:
     statics: tuple[int, ...]  # static objects of the inputs that were changed in place
     replaced: tuple[int, ...] = ()  # input modules that are returned as new objects
     has_effects: bool = False  # whether the program has side effects, such as callbacks
-    # What to write back. ``call.finish`` computes it in the first call with this outcome.
+    # What to write back; False if more than arrays of Variables changed. ``call.finish`` computes
+    # this in the first call with this outcome, and it is None until then.
     update: Any = dataclasses.field(default=None, compare=False)
 
     def arrays(self, inputs: Arrays, groups: Sequence[OutputGroup]) -> list[Any]:

@@ -47,7 +47,11 @@ class TreePositions(NamedTuple):
 
 
 class ReadRecorder(Protocol):
-    """Is told what ``flatten`` reads. The parts of an object get positions in their order."""
+    """Is told what ``flatten`` reads. The parts of an object get positions in their order.
+
+    ``position`` is where the reported value was read. The ``open_`` methods report what the value
+    holds, and most of them return the positions of its parts.
+    """
 
     static_positions: Sequence[int]  # the positions of the static arguments
     leaf_positions: list[int]  # the position of each array, by slot
@@ -68,7 +72,15 @@ class ReadRecorder(Protocol):
     def open_node(
         self, position: int, names: Collection[str], values: Collection[Any], comparisons: bytes
     ) -> Sequence[int]:
-        """Records the attributes of a module, and how each is compared, if all are known."""
+        """Records the attributes of a module, and how each is compared, if all are known.
+
+        Args:
+          position: where the module was read.
+          names: the names of the attributes.
+          values: their values, in the same order.
+          comparisons: a byte for each attribute, its :class:`Comparison`; empty if not all are
+            known.
+        """
 
     def open_metadata(
         self, position: int, names: Collection[str], values: Collection[Any], comparisons: bytes

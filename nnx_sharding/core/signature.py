@@ -98,8 +98,11 @@ class Parameters:
         not from the end of the signature.
 
     Attributes:
+      bound: the number of leading parameters that are bound.
       fun_name: the name of the function, in messages.
-      positional, keyword_only, by_keyword: the names of parameters that can be passed so.
+      positional: the names of parameters that can be passed by position, with bound ones.
+      keyword_only: the names of parameters that can only be passed by keyword.
+      by_keyword: the names of all parameters that can be passed by keyword.
       var_positional, var_keyword: the names of ``*args`` and ``**kwargs``; None without these.
       static, donated: the parameters with these roles.
 
@@ -110,7 +113,8 @@ class Parameters:
         _from_call    whether negative positions are only known with the number of arguments
         _all_must_be_passed   whether each negative position has to be that of an argument, as in
                       ``jax.checkpoint``; otherwise one such position is enough
-        _signatures   the signatures of earlier calls
+        _signatures   the signatures of earlier calls, by the number of positional arguments and the
+                      names of keyword arguments in the order of the call
     """
 
     def __init__(

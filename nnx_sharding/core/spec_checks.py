@@ -11,8 +11,11 @@ From other modules:
     Transform       has the mesh that applies (``context``), and the axes that may be used. `jit`
                     *passes shardings*: JAX gets them as an option. `shard_map` does not
     fit_sharding    decides for one array: returns a ``Fit`` with the spec after corrections, and
-                    the problems
-    NamedLocation   where a Variable or an array is, with the user's spec for its part
+                    the problems. Without a shape, it checks the axes on the mesh alone
+    spec_and_mesh   the spec and the mesh of a sharding, or of a spec with the mesh of the caller;
+                    None if there is no spec or no mesh
+    NamedLocation   where a Variable or an array is, with the user's spec for its part; ``subject``
+                    returns the Variable or the array
 """
 
 from __future__ import annotations

@@ -17,6 +17,10 @@ From other modules:
     parts_of               the children of an entry or pytree, each with the path to it
     links_below            the index of each object that can be reached from some children
     is_cache               whether an attribute is a ``cached_property``
+    is_graph_object        whether a value is a module or a Variable; False for hijax Variables
+    accessor               an expression with a path after it: ``model.config['scale']``
+    flatten                describes a pytree and static values; returns a ``Flat``, whose
+                           ``structure`` is hashable and has no arrays
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ def not_copied(structure: Structure) -> frozenset[int]:
     return frozenset(links_below(structure, starts))
 
 
+# The first are equal to no other object. The others cannot be made empty and then get attributes.
 _WITHOUT_COPY = (Copying.UNIQUE, Copying.FIXED_WITH_ATTRIBUTES)
 
 

@@ -94,8 +94,8 @@ def unflatten(
         slots, obj = structure.slots[index], objects[index]
         arrays: Iterator[AnyArray] = map(leaves.__getitem__, slots) if slots else iter(())
         if isinstance(entry, VariableEntry) and _compat.is_variable(obj):
-            # The Variable has its static metadata. The other settings link to objects, and are set
-            # now, because all objects exist.
+            # The Variable has its static metadata, from `_new_object`. The other settings link to
+            # objects, and are set now, because all objects exist.
             num_static = len(static_metadata[_compat.identity(entry.metadata)])
             if num_static < len(entry.metadata):
                 _compat.set_metadata(obj, assemble_metadata(entry, objects))
