@@ -15,7 +15,12 @@ A `NamedArray` has the array (``leaf``), its index in the flat list of arrays (`
 in a checkpoint (``name``) and a path for messages. `without_reductions` returns a sharding without
 unreduced and reduced axes. `place_arrays` moves arrays to shardings; None leaves one as it is.
 `checksums` returns None for an array of which this process holds no shard. `raise_if_any` raises an
-error only if there are lines.
+error only if there are lines. `names.named_arrays` lists the arrays of a flattened tree, and
+`names.digest` returns a text that is the same for arrays of equal names, shapes and dtypes.
+`names.is_reference` says whether a leaf refers to an array, as a ``jax.Ref`` does.
+`stored.as_folder` returns a path in Orbax's form, `stored.opened` opens a checkpoint or raises an
+error, and `stored.check_replaceable` raises an error if a folder has to be kept. `progress` shows a
+bar while its block runs.
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ From other modules: `version_of` returns the identity of a file, which differs o
 replaced; None without a file, and in a bucket. `drafts` returns the drafts of a path that exist,
 of writers that are busy or were killed.
 `unique_json` decodes JSON, and raises an error if an object has a key twice. `raise_if_any` raises
-an error only if there are lines.
+an error only if there are lines. `as_folder` returns a path of the user, absolute or in a bucket.
+`array_bytes` returns the size of an array, given its shape and dtype. `digest_of` returns a short
+text that is the same for equal facts.
 """
 
 from __future__ import annotations

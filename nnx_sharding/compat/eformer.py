@@ -30,6 +30,9 @@ Helpers of this library that most functions use:
   as a tuple, and a Variable; it returns whether the rule matches.
 * `flatten` lists the arrays of a tree as ``leaves``. `is_shardable` says whether a leaf is an array
   that can be sharded, and `sharding_of` returns its sharding or None.
+* `mesh_in_trace` returns a mesh with the axis types that it has in the current trace, such as
+  Manual in a ``shard_map``. `replace_spec` replaces the spec of a sharding, and `spec_axes` yields
+  the mesh axes that a spec names.
 * `check_specs` raises a TypeError for leaves that are no specs. `with_entries` returns a spec with
   other entries, and the same unreduced and reduced axes.
 * `parameter_table` lists arrays with their specs and sizes, a row for each, and `device_bytes` sums
