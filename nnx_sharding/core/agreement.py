@@ -235,7 +235,7 @@ class Operation:
         result = concurrent.futures.Future[T]()
         has_64_bits = jax.config.jax_enable_x64  # `enable_x64` sets it for one thread only
 
-        def run() -> None:
+        def run() -> None:  # in the other thread: passes the result or the error on
             try:
                 with jax.enable_x64(has_64_bits):
                     result.set_result(function())

@@ -99,7 +99,8 @@ def _explanation(
         note_captured_object(fun, plan.fun_name, error)
     elif isinstance(error, ValueError | NotImplementedError) and _compat.is_mesh_error(error):
         note_captured_arrays(fun, plan.fun_name, error)
-    # An inner function has explained an error that refers to docs/errors.md by its anchor.
+    # An inner function has explained an error that refers to docs/errors.md by its anchor, because
+    # ``errors.see`` gives each explained error this attribute.
     is_explained = hasattr(error, "anchor")
     if _compat.is_memory_error(error) and not is_explained:
         note_host_arrays(plan, leaves, error)

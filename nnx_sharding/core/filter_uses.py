@@ -148,7 +148,10 @@ class FilterUse:
         self._arguments[argument] = None
 
     def is_inside(self, path: Path) -> bool:
-        """Whether a path of a filter is this path below one more key, as in a tuple of modules."""
+        """Whether a path of a filter is this path below one more key, as in a tuple of modules.
+
+        Only filters that list paths (``Paths``) are searched, as strategies make them.
+        """
         filters = (filter_ for filter_ in self.rules.filters if isinstance(filter_, Paths))
         return any(other[1:] == path for filter_ in filters for other in filter_.paths)
 

@@ -93,7 +93,8 @@ class _SlotParameter(inspect.Parameter):
     """A parameter whose name is the path of an array, so that JAX's messages and HLO show it."""
 
     def __init__(self, label: str):
-        # The base's constructor is not called, because it accepts only identifiers.
+        # The base's constructor is not called, because it accepts only identifiers. So the base's
+        # attributes are set here, all four of them.
         self._name, self._kind = label, inspect.Parameter.POSITIONAL_ONLY
         self._default = self._annotation = inspect.Parameter.empty
 
@@ -168,7 +169,8 @@ def captured_shards(
         name_of_id: dict[int, str] = {}
         for name, array in arrays:
             name_of_id.setdefault(id(array), name)  # the first name of an array counts
-        # An array that is deep in a container, or made by the function, has no name.
+        # An array that is deep in a container, or made by the function, has no name. All constants
+        # are taken, also those that are not sharded; the last line leaves these out.
         arrays = [NamedValue(name_of_id.get(id(x), "an array"), x) for x in constants]
     return [x for x in arrays if _is_array(x.value) and not x.value.is_fully_replicated]
 

@@ -16,6 +16,7 @@ From other modules:
     Walk     follows a recipe. ``follow`` accepts the recorded graph only; ``match`` also accepts
              another graph that is built alike. Both compare everything but the contents of arrays,
              and return None, or raise, if something differs
+    Plan     serves all calls whose arguments have its ``structure``
     Flat     a graph as ``flatten`` returns it: its structure, arrays and objects. ``updatable``
              says that all objects belong to the current trace, so a call may change them
     are_current   whether all traces of a list are the current trace
