@@ -70,8 +70,10 @@ _KEYS = weakref.WeakValueDictionary[Hashable, _Key]()
 class Known(dict[int, tuple[Path, object]]):
     """The modules known to a surrounding ``remat`` with filters: (path, module) by the id.
 
-    ``key`` stands for this object in keys of JAX's caches, because these outlive the trace, and
-    this object would keep its modules alive.
+    A path begins at the module that the function of the ``remat`` gets in an argument. The module
+    is kept with its path, so that no other object gets its id. ``key`` stands for this object in
+    keys of JAX's caches, because these outlive the trace, and this object would keep its modules
+    alive.
     """
 
     def __init__(self, modules: Mapping[int, tuple[Path, object]]):

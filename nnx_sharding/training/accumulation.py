@@ -601,7 +601,8 @@ def _batch_names(
       ValueError: a name is unknown, or names a differentiated argument; or no argument has rows; or
         an argument has other values besides rows; or a differentiated one may have the rows, too.
     """
-    # Differentiated arguments have to be known by name, because they may be bare arrays, too.
+    # Differentiated arguments have to be known by name, because they may be bare arrays, too. Each
+    # is a target of the call, and has the name that messages use, such as ``args[0]``.
     differentiated = _parameters_of(bound, {x.argument.name for x in call.targets})
     if batch is None:
         return _find_batch(bound.arguments, differentiated)
