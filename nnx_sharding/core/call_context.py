@@ -7,9 +7,13 @@ logged, and passed on to its observer.
 
 A `Plan` (``plan.py``) is what a function needs to know of one structure of arguments, such as
 specs and names. While JAX compiles for a plan, ``plan.reported`` has what JAX reported so far, by
-the name of the event: the seconds of each phase, and 1 for a hit of the persistent cache. Between a
-compilation with donated arrays and the write-back, signals are deferred (``defer_signals``), and
-the call delivers them at its end. Deferring them again, while they are deferred, does nothing.
+the name of the event: the seconds of each phase, and 1 for a hit of the persistent cache.
+``plan.fun()`` returns the user's function, or None once the function is gone. ``plan.programs`` has
+the programs of the plan; ``top_level`` of each is what a call executes outside of a trace.
+
+Between a compilation with donated arrays and the write-back, signals are deferred
+(``defer_signals``), and the call delivers them at its end. ``defer_signals`` does nothing if
+signals are deferred already.
 
 From other modules:
 

@@ -6,7 +6,9 @@ of the message for each wrong argument, and the decorator :func:`as_check` makes
 
 From other modules:
 
-    Plan            names, specs and declared shardings of the arrays, each in a list by slot
+    Plan            names, specs and declared shardings of the arrays, each in a list by slot;
+                    ``donated`` are the slots of donated arrays, and ``out_specs`` all specs that an
+                    output can have
     passes_shardings   an attribute of a transform: whether JAX gets the declared shardings as an
                     option of ``jax.jit``. Other transforms, such as ``shard_map``, give arrays
                     types with these shardings

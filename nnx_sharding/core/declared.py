@@ -9,7 +9,9 @@ any devices), or "leave" (each keeps its sharding).
 From other modules:
 
     Plan           ``shardings`` has the declared sharding of each array, by slot, or None;
-                   ``placed_slots`` are the slots of arrays that a call moves itself
+                   ``placed_slots`` are the slots of arrays that a call moves itself,
+                   ``placed_shardings`` has the sharding of each of these, and ``pick_placed``
+                   picks these arrays from all
     place_arrays   moves arrays to shardings, in as few transfers as possible
     obstacle       says why an array cannot get a sharding on any path; None if it can
     fit_specs      raises an error for specs that do not fit the shapes of arrays

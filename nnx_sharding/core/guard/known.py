@@ -76,7 +76,8 @@ def flatten_known(tree: object) -> Flat:
     A structure that is remembered keeps no static object alive. Within a trace nothing is looked up
     or remembered, because the objects may hold tracers.
     """
-    # Only a weak reference tells that the model is gone, and then its entry has to be dropped.
+    # Only a weak reference tells that the model is gone, and then its entry has to be dropped. A
+    # class whose objects can have weak references has an offset for these.
     has_weak_references = bool(type(tree).__weakrefoffset__)
     if not (_compat.is_node(tree) and has_weak_references and _compat.trace_is_clean()):
         return flatten(tree)
