@@ -18,7 +18,9 @@ facts about a static value are kept in the ``note`` of its `Static`, which is No
 From other modules: `holds_values` tells whether a value is an array or an object of JAX or Flax
 that holds arrays; `is_constant` whether code reaches nothing through a value that may change, as
 for the functions and classes of libraries; `fingerprint_of` returns None if a value may change
-without a sign.
+without a sign; `captured_values` yields the bound, closed-over and global values that a function
+uses, with their names, and `closure` returns only the closed-over values by name. `shorten` cuts
+the middle out of a long text.
 """
 
 from __future__ import annotations
@@ -192,7 +194,7 @@ def compare(old: Facts, new: Facts) -> list[str]:
     different = [label for label in after | before if before.get(label) != after.get(label)]
     unshared = old.arguments ^ new.arguments  # the arguments that only one call has
     explained = {*unshared}  # labels whose parts need no line
-    # The beginnings of the labels of those parts.
+    # The beginnings of the labels of these parts.
     starts = [start for label in unshared for start in _below(label)]
     altered: list[str] = []
     for label in different:
@@ -203,7 +205,8 @@ def compare(old: Facts, new: Facts) -> list[str]:
             starts += _below(label)
         elif before[label].rest != after[label].rest:
             altered.append(label)
-    for label in reversed(altered):  # parts before their wholes
+    for label in reversed(altered):  # parts come before their wholes here
+        # A part that is explained explains why its whole was altered.
         if not any(part.startswith(_below(label)) for part in explained):
             explained.add(label)
     listed = explained - unshared

@@ -8,17 +8,19 @@ A device keeps its queries, and has all keys and values while it attends. For n 
     queries 2  [ .  .  c  . ]                       2  [ c  c  c  c ]    the attention of one
     queries 3  [ .  .  .  d ]                       3  [ d  d  d  d ]    device
 
-It needs no number of heads, and fits few key heads: what is gathered grows with these only.
+The number of heads may be any. The method suits models with few key heads, because the gathered
+bytes grow with the number of key heads only.
 
-**Bytes.** With K bytes of keys on a device, and as many of values, each device sends ``(n - 1) 2
-K`` forward. Backward their gradients are summed and scattered in float32, which sends as many
-numbers once more; a ring also sends keys and values again. A device has ``2 n K`` bytes of keys and
-values of the layer whose attention is computed. They are kept from the forward to the backward
-pass, unless ``remat`` gathers them again.
+**Bytes.** With K bytes of keys on a device, and as many bytes of values, each device sends
+``(n - 1) 2 K`` in the forward pass. In the backward pass, the gradients of keys and values are
+summed and scattered in float32, which sends as many numbers once more. (A ring also sends keys and
+values again.) A device has ``2 n K`` bytes of keys and values of the layer whose attention is
+computed. They are kept from the forward to the backward pass, unless ``remat`` gathers them again.
 
-**Causal balance.** In order, the last device attends to n times as many keys as the first. So
-queries, and queries only, move to :func:`balanced_order` and their outputs back, which sends ``2
-Q`` in each pass. Then device i has chunks i and 2n - 1 - i of 2n::
+**Causal balance.** If tokens are in order, the last device attends to n times as many keys as the
+first. So queries, and only queries, move to :func:`balanced_order`, and their outputs move back. If
+the queries of a device have Q bytes, this sends ``2 Q`` in each pass. Device i then has chunks i
+and 2n - 1 - i of 2n::
 
     chunk       0  1  2  3  4  5  6  7
     device      a  b  c  d  d  c  b  a      i + 1 and 2n - i chunks of keys: 2n + 1 for everyone

@@ -1,7 +1,8 @@
 """What attention over a sharded sequence is called with: checked, and in one form for all methods.
 
-``ring``, ``all_to_all`` and ``all_gather`` take the same arguments, those of Flax's attention
-functions and some more. Here they are refused together if they do not fit, and become:
+``ring``, ``all_to_all`` and ``all_gather`` take the same arguments: those of Flax's attention
+functions and some more. `inputs_of` raises an error that lists all arguments that do not fit, and
+turns the arguments into:
 
     Rule         what is known while tracing: causal, window, scale, dropout rate
     Layout       the mesh axes of the sequence, the batch and the heads
@@ -11,9 +12,14 @@ functions and some more. Here they are refused together if they do not fit, and 
                  segments, and their places in the whole sequence, for dropout
     Visibility   the TokenInfo of queries, a 4-D mask, the key of dropout
 
-Two methods differ in what they ask for. In an all-to-all, devices *exchange* heads for positions
-within some axes of the sequence, and so have to divide the heads. And a function of the user for
-each device, such as a kernel, is *opaque*: the compiler cannot split it.
+Methods differ in two points. In an all-to-all, devices *exchange* heads for positions within some
+axes of the sequence, so the number of these devices has to divide the heads. A function of the user
+for each device, such as a kernel, is *opaque*: the compiler cannot split it.
+
+From other modules: `given_mesh` returns the mesh that the user gave, or the mesh in context, or
+None. `Layout.count` returns the number of devices along some axes, and `Layout.typed` gives an
+array the sharding of a spec in its type. `type_spec` returns the spec in the type of an array, or
+None. `suggestion` returns a text such as ``; did you mean 'model'?``, or an empty text.
 """
 
 from __future__ import annotations

@@ -1,15 +1,21 @@
 """Context parallelism: sequences over a mesh axis, without a change of the model.
 
-Everything but attention computes each token by itself, so the compiler needs to be told only where
-sequences are sharded: in what embeddings and attention return. Attention gets one of the functions
-below in place of its attribute ``attention_fn``, for the duration of a call::
+Everything but attention computes each token by itself, so the compiler only needs to know that
+sequences are sharded in the outputs of embeddings and of attention. While a module with attention
+is called, its attribute ``attention_fn`` is replaced by one of these functions::
 
     method        sends in each layer              needs
     "ring"        keys and values, n - 1 times     nothing: no device ever has all keys
     "all_to_all"  everything once, less 1 / n      heads that n devices divide
     "all_gather"  keys and values, n - 1 times     memory for all keys and values of a layer
 
-Their modules have pictures, and count the bytes. ``planning.plan`` tries all three.
+The modules of the functions have pictures, and count the bytes. ``planning.plan`` tries all three.
+
+From other modules: `base_specs` returns the spec that ``base`` has for each parameter, by path.
+`activations_of` returns how ``base`` shards activations, and `remarks_on` the texts for reports
+about specs. An `InOutSharding` has the specs of the first argument and of the output of a module,
+and the ``schedule`` that runs the module. `with_optimizer` makes the result of a strategy: the
+specs of the model and of its optimizer.
 """
 
 from __future__ import annotations

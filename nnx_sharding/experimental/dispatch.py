@@ -308,11 +308,11 @@ class _Exchange(NamedTuple):
 class _Dispatch(NamedTuple):
     """How tokens and experts are distributed. Without a mesh, one device has all of both."""
 
-    mesh: Mesh | AbstractMesh | None
+    mesh: Mesh | AbstractMesh | None  # None for one device
     expert_axis: str  # the axis that shards the experts, and the groups of tokens too
     group_axes: tuple[str, ...]  # all axes that shard the groups, `expert_axis` among them
-    num_experts: int
-    capacity: int | None
+    num_experts: int  # the number of experts on all devices
+    capacity: int | None  # the rows of a block (see the top of this file); None sends all rows
 
     @property
     def size(self) -> int:

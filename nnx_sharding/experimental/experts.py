@@ -2,6 +2,12 @@
 
 ``expert_parallel`` shards the weights. ``dispatch.py`` sends tokens to the devices of their
 experts, and has the picture of how they go there and come back.
+
+From other modules: `base_specs` returns the spec that ``base`` has for each parameter, by path.
+`shard_dimension` returns a spec with axes added to one dimension, or None if they cannot be added.
+`activations_of` returns how ``base`` shards activations, and `remarks_on` the texts for reports
+about specs. `with_optimizer` makes the result of a strategy: the specs of the model and of its
+optimizer. `to_predicate` turns an NNX filter into a function of a path and a value.
 """
 
 from __future__ import annotations
@@ -105,7 +111,8 @@ def expert_parallel(
             f"expert_parallel: the model has no weights of {experts} experts: parameters of a "
             f"class of yours with the shape ({experts}, in, out), or what where={where!r} selects."
         )
-    # Parameters are gathered over the axes of the batch while they are used, but never over these.
+    # Parameters are gathered over the axes of the batch while they are used, but never over the
+    # axes of the experts (``kept``), even if these axes shard the batch too.
     activations = activations_of(base).extended(kept=axes)
     remarks = remarks_on(specs, "expert_parallel", base, parameters, axes)
     return with_optimizer(specs, parameters, optimizer, activations, remarks)
