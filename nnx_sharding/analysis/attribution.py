@@ -11,8 +11,12 @@ name is for remains unknown (`ModuleTable.unattributed`).
 
 From other modules:
 
-    PlaceFinder   finds the places: ``place_of`` an instruction, ``place_around`` a computation
+    PlaceFinder   finds the places: ``place_of`` an instruction (None if it has none of its own),
+                  ``place_around`` a computation (`UNKNOWN` for none)
+    Arguments     what the arguments are for: ``owner(number)`` is the owner of one
     BufferOwners  finds the owners of arrays, and has the place of each step of the schedule
+                  (``places``)
+    roofline_of   times for a cost and collectives on hardware; its ``seconds`` are the largest
     Module        the HLO program. ``fused`` is the computation of a fusion, ``homes`` that of an
                   instruction by name, ``runs`` how often each runs
     Buffers       what the compiler keeps in memory: allocations (blocks), buffers in them (arrays),
@@ -103,7 +107,7 @@ def module_table(
     # between the arrays in them, and not all blocks are full at once.
     if required is None:
         required = sum(allocation.size for allocation in buffers.allocations)
-    in_use = max(buffers.in_use())  # at the peak
+    in_use = max(buffers.in_use())  # `in_use` lists the bytes of each step, so this is the peak.
     attributed = sum((figure.at_peak or Counter()).total() for figure in figures.values())
     return ModuleTable(
         ordered(table),

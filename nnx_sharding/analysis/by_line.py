@@ -5,6 +5,13 @@ are written short, with the spec of the whole array and how many there are:
 
     line  code              types                       flops
     12    y = self.up(x)    f32[8,64] P('data') (3 ×)   196 k
+
+From other modules:
+
+    spec_text   a spec as a user writes it
+    axes_text   mesh axes as tables show them: ``data+model``, ``?`` if they are unknown
+    legend      lines below a table that say what its columns are
+    drawn       plain text of tables and texts
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ from .tables import Cell, drawn, legend, table, text
 from .units import bytes_text, count_text, time_text
 
 NO_LINE = "no line of yours"
+# The name of a dtype without its width → the letters for it in the short form: ``int32`` is i32.
 _SHORT = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 
 

@@ -47,7 +47,7 @@ _MAX_DEVICES = 1 << 22
 
 @functools.lru_cache(maxsize=1024)
 def read_groups(text: str) -> Groups | None:
-    """Reads groups in all forms of XLA; empty ones mean all devices. None for other text."""
+    """Reads groups in all forms of XLA; None for other text. No groups mean one of all devices."""
     try:
         if text.startswith("mesh["):  # mesh['data'=2,'model'=4] {'model'}
             return _mesh_groups(text)
@@ -124,10 +124,11 @@ def _tuples(groups: np.ndarray) -> Groups:
 
 @functools.lru_cache(maxsize=1024)
 def axes_of_groups(groups: Groups, sizes: Sizes) -> tuple[str, ...] | None:
-    """Finds the mesh axes over which groups run; of some, it may be a part that they run over.
+    """Finds the mesh axes over which groups run, each of them over all or a part of an axis.
 
-    None if they run over different axes, are not all combinations of positions along these, or do
-    not have each device of the mesh once. ``groups`` have positions in the mesh.
+    Returns None if the groups run over different axes, if they are not all combinations of
+    positions along these axes, or if they do not have each device of the mesh once. ``groups`` have
+    positions in the mesh.
     """
     dims = tuple(size for _, size in sizes)
     if sorted(device for group in groups for device in group) != list(range(math.prod(dims))):
@@ -141,14 +142,15 @@ def axes_of_groups(groups: Groups, sizes: Sizes) -> tuple[str, ...] | None:
 def _axes_of_group(group: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...] | None:
     """Finds the dimensions of the mesh, of sizes ``dims``, in which positions of devices differ.
 
-    None unless all combinations of these positions occur: on a mesh of 2 × 4, the devices 0 and 5
-    differ in both dimensions, but are not all four combinations. ``group`` has positions in the
-    mesh, counted in its order.
+    Returns None unless all combinations of these positions occur: on a mesh of 2 × 4, the devices 0
+    and 5 differ in both dimensions, but are not all four combinations. ``group`` has positions in
+    the mesh, counted in its order.
     """
     positions = np.unravel_index(np.array(group), dims) if dims else ()  # by dimension
     counts = [len(np.unique(indices)) for indices in positions]
     axes = tuple(axis for axis, count in enumerate(counts) if count > 1)
-    # Devices are different, so as many as there are combinations are all of them.
+    # No device is twice in a group, because `axes_of_groups` has refused such groups. So if a group
+    # has as many devices as there are combinations, it has all of them.
     return axes if math.prod(counts) == len(group) else None
 
 

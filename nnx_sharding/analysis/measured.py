@@ -69,8 +69,8 @@ def measured_seconds(profile: Profile, module: Module) -> dict[str, float]:
                 runs.add(event.run)
                 programs.add(event.program)
                 opcode = module.within[home][event.operation].opcode
-                # Other callers run what they call as one kernel, with one event. The time of these
-                # is in the events of what they call.
+                # The time of these four callers is in the events of what they call. Other callers,
+                # such as a fusion, run what they call as one kernel, with one event.
                 if opcode not in ("while", "call", "conditional", "async-start"):
                     sums[event.operation] += event.seconds
     if not runs:

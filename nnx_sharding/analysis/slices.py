@@ -39,7 +39,9 @@ class Placed(NamedTuple):
     """Groups of devices, by their positions in the mesh."""
 
     groups: Groups
-    in_mesh: bool  # False if the mesh lacks one of them: then numbers only tell devices apart
+    # Whether the mesh has all of these devices. If it lacks one, the numbers in ``groups`` are no
+    # positions, and only tell devices apart.
+    in_mesh: bool
 
 
 _KINDS = {
@@ -146,7 +148,7 @@ def groups_between(text: str, positions: Mapping[Position, int]) -> Placed:
 
       positions: from :func:`positions_of`.
     """
-    slices, _, places = text.partition("x")
+    slices, _, places = text.partition("x")  # ``places`` is empty for device ids
     groups: list[list[Position]]
     if places:
         first, _, last = places.strip('{}"').partition(":")

@@ -44,11 +44,11 @@ class MadeValue(NamedTuple):
     line: Line | None  # None if no line of the user made it
     operation: str  # the name of the operation, such as ``dot_general``
     dtype: str
-    shape: Shape
-    spec: PartitionSpec | None
-    why: str | None  # why the spec is unknown, or lacks axes
-    backward: bool
-    module: str | None  # the path of the innermost module
+    shape: Shape  # of the whole value; under ``shard_map`` of the part on one device
+    spec: PartitionSpec | None  # None if it is unknown
+    why: str | None  # why the spec is unknown, or lacks axes; None if it is complete
+    backward: bool  # whether it is made in the backward pass
+    module: str | None  # the path of the innermost module; None outside of modules
     times: int  # in one call of the function; the body of a `while` loop counts once
 
 

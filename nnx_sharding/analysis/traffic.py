@@ -103,6 +103,7 @@ def transfers_of(
         for collective in group:
             within, between = _shares(collective.kind, route)
             slowdown = _slowdown(collective.kind, route)
+            # ``share`` is the part of the bytes of a device that goes over these links.
             for links, bandwidth, share in (
                 (route.links, within_bandwidth, within),
                 (network, hardware.network_bandwidth, between),

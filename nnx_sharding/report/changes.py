@@ -6,6 +6,9 @@ collective that is gone, a figure that is not known any more and a parameter wit
 changes of one form: a `Change` from one value to another, whose ``relative`` growth is None unless
 both are numbers. A *comparison* has a report for each of several *strategies*, by name; a `Failure`
 where one does not compile.
+
+From other modules: `load` returns the report or the comparison that an object, a dictionary or the
+path of a file stands for; `as_data` returns a dataclass as a dict by field, and None for None.
 """
 
 from __future__ import annotations
@@ -303,7 +306,8 @@ def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
     memory.pop("by_path", None)  # Arguments are compared one by one instead.
     costs = {name: cost[name] for name in _COSTS if name in cost}
     collectives: dict[str, Value] = {}
-    # Unknown ones have no figures either; the caller tells them from none.
+    # Unknown collectives have no figures, like a program without collectives. The caller,
+    # `_of_strategy`, tells the two apart.
     for (kind, axes), (number, sent) in (report.collectives or Collectives()).totals().items():
         axes_names = "unknown axes" if axes is None else "+".join(axes) or "no axes"
         collectives[f"{kind} over {axes_names}: number"] = number

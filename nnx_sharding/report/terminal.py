@@ -2,6 +2,10 @@
 
 A *slice* is the part of an array that a device holds, written ``[0:32, 0:128]``; its *spans* are
 the beginning and the end in each dimension. Devices with the same slice are its *holders*.
+
+From other modules: `fit_sharding` checks a sharding for a shape, and returns an object whose
+``problems`` are what does not fit, with ``reasons`` as text; `axes_of` returns the mesh axes in one
+entry of a spec as a tuple, which is empty for None.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 # Where a slice of an array begins and ends in each dimension.
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 
-_MAX_HOLDERS = 8
+_MAX_HOLDERS = 8  # the most holders that are named for a slice
 
 
 def show_array(
@@ -59,7 +63,7 @@ def show_array(
         shape = tuple(map(int, shape))
     except (TypeError, ValueError):
         raise TypeError(f"array must be an array or a shape, got {array!r}.") from None
-    # A shape has none.
+    # A shape has no sharding of its own, so ``sharding`` is needed for one.
     sharding = getattr(array, "sharding", None) if sharding is None else sharding
     if isinstance(sharding, PartitionSpec):
         if mesh is None:
