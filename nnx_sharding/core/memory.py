@@ -125,7 +125,7 @@ def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 def aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Returns an uninitialised array, whose memory a CPU device adopts without a copy."""
     size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    memory = np.empty(size + _ALIGNMENT, np.uint8)  # has an aligned part of this size
     offset = -memory.ctypes.data % _ALIGNMENT  # the distance to the next aligned address
     return memory[offset : offset + size].view(dtype).reshape(shape)
 

@@ -191,6 +191,7 @@ def _own_parts(array: AnyArray, target: Sharding) -> Any:
       target: the sharding of the result.
     """
     host_array = array if isinstance(array, np.ndarray) else joined(array)
+    # The dtype is that of JAX, as in `joined`: without x64, 64-bit types become 32-bit ones.
     dtype = jax.dtypes.canonicalize_dtype(host_array.dtype)
     return jax.make_array_from_callback(
         host_array.shape, target, lambda index: joined(host_array[index]), dtype=dtype

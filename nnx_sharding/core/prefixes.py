@@ -194,7 +194,7 @@ def _invalid_leaves(tree: object, path: Path) -> Iterator[_InvalidLeaf]:
     # each argument instead.
     is_for_arguments = not path and isinstance(tree, tuple | list)
     hint = "" if is_for_arguments else suggested_spec(tree)  # for example ": write P('data', None)"
-    parts, treedef = one_level(tree)
+    parts, treedef = one_level(tree)  # the treedef is a leaf if the tree is no container
     # If there is a hint, the whole tuple is reported, and not each string in it.
     if hint or is_leaf_treedef(treedef):
         yield _InvalidLeaf(accessor("", path), tree, hint)

@@ -27,8 +27,11 @@ From other modules:
                    function, and ``inside`` with the types that the function sees
     Resolved       ``slots`` has the spec of each array or None, by slot; ``variables`` has the name
                    and spec of each Variable, by index
+    Snapshot       the arguments before the call, so that unchanged ones are not described again
     slots_before   the slot that each array of an object had before the call, by its slot after it;
                    arrays in new places are left out
+    not_copied     the indices of static objects that a trace gets itself, and of all that they hold
+    name_as        sets the name of a function of arrays, and the names of its parameters
     not_arrays     the error for values that are not arrays; None if all are
 """
 

@@ -87,7 +87,7 @@ def attribute_values(structure: Structure, index: int) -> dict[Any, AttributeVal
         children = [("value", entry.value)]
     else:
         children = [("value", LEAF)] if isinstance(entry, RefEntry) else []
-    remaining = iter(slots)
+    remaining = iter(slots)  # each child takes the next slots
     values: dict[Any, AttributeValue] = {}
     for name, child in children:
         num_leaves = sum(atom is LEAF for atom in atoms((child,)))

@@ -35,7 +35,7 @@ class Roles(NamedTuple):
 
     @classmethod
     def of(cls, *options: object) -> Roles:
-        """Returns the roles that the options of ``jax.jit`` with these names declare."""
+        """Returns the roles that the user declares, from the options in the order of the fields."""
         return cls(*map(_as_tuple, options))
 
 

@@ -104,6 +104,7 @@ def _content(obj: object) -> tuple[Any, ...]:
 def node_state(flags: tuple[bool, bool]) -> Container:
     """Returns the child for Flax's record of how far a module is set up: it has no leaves.
 
-    The flags of the record are in the treedef, so structures with different flags are not equal.
+    ``flags`` says whether the module is being initialized, and whether it is set up. The flags are
+    in the treedef of the record, so structures with different flags are not equal.
     """
     return Container(jax.tree_util.tree_structure(_compat.new_node_state(*flags)), ())

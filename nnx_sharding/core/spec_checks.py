@@ -14,6 +14,8 @@ From other modules:
                     the problems. Without a shape, it checks the axes on the mesh alone
     spec_and_mesh   the spec and the mesh of a sharding, or of a spec with the mesh of the caller;
                     None if there is no spec or no mesh
+    written         of ``in_specs`` and ``out_specs``: all specs that the user wrote, including
+                    those in a ``StateSharding``
     NamedLocation   where a Variable or an array is, with the user's spec for its part; ``subject``
                     returns the Variable or the array
 """

@@ -17,7 +17,7 @@ From other modules:
     make_fixed  makes an object that cannot change with all its parts
     assign      returns the operations that give a static object its parts
     with_aux    a treedef with other node data
-    identity    a number for an object, like its id
+    identity    a number that no other object has as long as this one exists, like its id
     new_node, new_variable   a module without attributes; a Variable without a value
     holds_objects   whether there are Variables or modules in the value of a Variable
 """
