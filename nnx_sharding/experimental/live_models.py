@@ -276,7 +276,8 @@ def _build_on_host(step: _Step, source: Sequence[Any]) -> list[Any]:
 def _without_values(target: Flat, steps: Sequence[_Step]) -> Flat:
     """Gives the user's target abstract arrays, so that nothing refers to its old values any more.
 
-    Only arrays that the steps fill become abstract. Returns the target as it is then.
+    Only arrays that the steps fill become abstract. Returns the target as it is then. An error
+    after this leaves the user's model without these values.
     """
     leaves = list(target.leaves)
     for step in steps:

@@ -412,6 +412,7 @@ class _Recipe:
           model: the model.
           optimizer: the optimizer of the model; None without one.
         """
+        # The number in the name counts the shardings in `made`, so each name is new.
         name = f"sharding{len(self.made) + 1}" if self.made else "sharding"
         chain = chain or [(replicated, {})]
         key: tuple[Any, ...] = (self._mesh, model.text)  # the loop appends the calls so far

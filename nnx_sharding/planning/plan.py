@@ -417,6 +417,12 @@ def _compiled(
 ) -> Comparison:
     """Compiles the candidates that the search picks, and rules out candidates that fail alike.
 
+    Args:
+      search: all candidates. Compiling removes each candidate from its ``programs`` when it starts.
+      compile_programs: `compile_all` with the options that all calls share.
+      most: the maximum number of programs to compile; None for all.
+      time_limit: the seconds after which no more programs are compiled.
+
     Raises:
       ValueError: no candidate can be traced.
       SearchInterrupted: Ctrl-C. The result of this error is the plan by what was compiled until
@@ -450,7 +456,7 @@ def _why_left(compiled: Comparison, most: int | None, time_limit: float | None) 
       time_limit: the argument of `plan`.
     """
     count = len(compiled.reports) - len(_failures_to_trace(compiled.reports))
-    # Fewer programs than ``most`` were compiled, so the time limit ended the search.
+    # If fewer programs than ``most`` were compiled, the time limit ended the search.
     if time_limit is not None and count != most:
         return f"not compiled within {time_limit} s"
     return f"the {count} compiled are predicted to be better"
@@ -462,6 +468,12 @@ def _with_modules_of_best(
     """Adds memory and cost by module to the report of the best candidate, if one fits.
 
     The candidate is compiled again for that.
+
+    Args:
+      comparison: the reports of the candidates that were compiled, with the times of those that
+        were measured.
+      search: all candidates.
+      compile_programs: `compile_all` with the options that all calls share.
     """
     best = next(iter(_ranked(comparison, search).reports), None)
     if best is None or not comparison.fits(best):

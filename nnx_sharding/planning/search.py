@@ -338,7 +338,7 @@ class Search:
           The name of the program; None if no program is left, unless a later call adds some by the
           reports of programs that are still being compiled.
         """
-        # 1. Rule out candidates, and add others.
+        # 1. Rule out candidates, and add others. This changes `programs` and `entries`.
         self.rule_out_failing(reports)
         comparison = Comparison(reports, self.limit) if reports else None
         fitting = () if comparison is None else comparison.fitting
@@ -557,6 +557,7 @@ class Search:
             )  # with all options
             if fitting_names and rows > largest_fitting:
                 largest_fitting, fitting_name = rows, fitting_names[0]
+            # Rows fail only if all of their options were compiled and none fits.
             elif not fitting_names and is_compiled:
                 smallest_failing = min(smallest_failing, rows)
         next_rows: float

@@ -187,6 +187,10 @@ class Comparison:
         """Describes how an array of the mesh differs from the one of one device, in a line.
 
         The text is empty if the array does not differ.
+
+        Args:
+          name: the expression for the array.
+          array: the array on the mesh.
         """
         if name in self._on_device.arrays:
             expected = numbers(self._on_device.arrays[name])
@@ -284,9 +288,9 @@ class Comparison:
             if error is not None:
                 errors[number] = error
         wrong = [number for number, error in errors.items() if error.is_wrong]
-        # A call is named by its first site, and reaches to its last site. The sites of the calls
-        # inside are in between: if `outer` calls `inner`, the sites belong to outer, inner, inner,
-        # outer.
+        # A call is identified by the number of its first site, and reaches to its last site. The
+        # sites of the calls inside are in between: if `outer` calls `inner`, the sites belong to
+        # outer, inner, inner, outer.
         checked_calls = {sites[i].start for i in errors if sites[i].side == computed_side}
         wrong_calls = {sites[i].start for i in wrong if sites[i].side == computed_side}
         right_calls = checked_calls - wrong_calls
@@ -514,8 +518,8 @@ def _multiple(
 def unequal_runs(first: Outcome, second: Outcome) -> list[str]:
     """Lists where two runs of one program on one mesh are not equal bit for bit.
 
-    The first line names the first site that differs, if any site does. A line for each array that
-    differs follows.
+    The list is empty if the runs are equal. The first line names the first site that differs, if
+    any site does. A line for each array that differs follows.
     """
     lines = unequal_arrays(first.arrays, second.arrays)
     # The step computes the values of all sites in order, then the gradients in reverse order.

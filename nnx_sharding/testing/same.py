@@ -197,6 +197,9 @@ class _Reference:
     ) -> tuple[dict[str, np.ndarray[Any, Any]], Outcome, Spread]:
         """Runs the step once more on the arguments as the last call left them.
 
+        Args:
+          advance: the function of `progress` that is called after each part, with its name.
+
         Returns:
           (arrays in the arguments before the call, what the call computes, how far rounding errors
           move its results).
