@@ -81,7 +81,7 @@ class NodeForm:
 
     @functools.cached_property
     def others(self) -> tuple[int, ...]:
-        """The positions of all keys that are not static in any case: data, or by their values."""
+        """The positions of the keys whose values are data, or may be."""
         return tuple(i for i, static in enumerate(self.is_static) if not static)
 
 

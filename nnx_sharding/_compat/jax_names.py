@@ -546,7 +546,11 @@ def process_id() -> int:
 
 
 def distributed_client() -> Any:
-    """The client of the service that connects processes: keys with values, for all of them."""
+    """Returns the client of the service that connects processes, where they share keys and values.
+
+    Raises:
+      RuntimeError: ``jax.distributed.initialize()`` was not called.
+    """
     if _distributed.client is None:
         raise RuntimeError("several processes need jax.distributed.initialize()")
     return _distributed.client

@@ -216,6 +216,10 @@ def input_like(x: jax.Array, inputs: object) -> jax.Array | None:
 
     Only inputs with a sharding over Explicit axes in their types count; without any, the result is
     None.
+
+    Args:
+      x: the output.
+      inputs: a pytree of the inputs. Arrays in modules do not count.
     """
     typed = [array for array in arrays_in(inputs) if type_spec(array) is not None]
     alike = (array for array in typed if array.shape == x.shape and array.dtype == x.dtype)

@@ -116,7 +116,8 @@ def _sharding_in_use(
 def _gather(arrays: list[jax.Array], targets: list[NamedSharding]) -> list[jax.Array]:
     """Returns arrays with these shardings: resharded on Explicit axes, otherwise constrained.
 
-    Arrays of one kind go into one operation, because that takes less time to trace.
+    Arrays of one kind go into one operation, because that takes less time to trace. The kinds are
+    arrays with a type over Explicit axes, and all others.
     """
     are_typed = {type_spec(array) is not None for array in arrays}
     if len(are_typed) > 1:  # a module may also hold an array that is on no mesh

@@ -279,7 +279,11 @@ class Scope:
         return out
 
     def _run(self, fun: Call, args: tuple[Any, ...], kwargs: Keywords) -> Any:
-        """Calls the user's function with this handler, and returns its result unchecked."""
+        """Calls the user's function with this handler, and returns its result unchecked.
+
+        If the function is a method of its first argument, its own call passes through the handler,
+        like the calls in it.
+        """
         if not args or not isinstance(args[0], nnx.Module):
             return self._with_uses(fun, args, kwargs)
         # A method of the module's class may be given as ``fun``: `jit(Model.__call__)(model, x)`.
@@ -299,7 +303,8 @@ class Scope:
     def _with_uses(self, fun: Call, args: tuple[Any, ...], kwargs: Keywords) -> Any:
         """Calls a function with this handler, and reports schedules that it did not use.
 
-        A schedule counts as used if its module is called, because then the schedule runs.
+        `with_handler` turns calls of modules in the function into calls of this scope. A schedule
+        counts as used if its module is called, because then the schedule runs.
         """
         # Public methods are intercepted in any case. Declared ones may have private names.
         declared_methods = {x.method for source in self._sources for x in source.shardings}
@@ -574,7 +579,10 @@ class Scope:
         return None
 
     def _shard_columns(self, frame: Frame, x: AnyArray) -> AnyArray:
-        """Shards an output of a layer on Auto axes like the columns of its kernel."""
+        """Shards an output of a layer on Auto axes like the columns of its kernel.
+
+        A value that is no array, or has no known columns, is returned unchanged.
+        """
         spec = self._spec_of_columns(frame, x) if isinstance(x, jax.Array) else None
         if spec is None:
             return x

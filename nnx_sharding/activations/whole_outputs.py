@@ -401,7 +401,7 @@ def _warn_of_results(transform: Sharded, results: Sequence[_GatheredOutput]) -> 
 
 
 def _warn_of_columns(transform: Sharded, outputs: Sequence[_GatheredOutput]) -> None:
-    """Warns of columns that are used outside of modules."""
+    """Warns of columns that are used outside of modules; ``outputs`` are the arrays with them."""
     whole_spec = _without_trailing(jax.typeof(outputs[0].array).sharding.spec)
     # The key is the class, because a path would also be that of other models in the arguments.
     entry = f"{{{outputs[0].type_name}: {whole_spec}}}"
@@ -423,6 +423,10 @@ def _result_ids(transform: Sharded, result: object) -> tuple[set[int], set[int]]
 
     All results count as declared in a ``shard_map``, which does not pass shardings to JAX, because
     its specs say how results are divided, so every result has one.
+
+    Args:
+      transform: has the declared specs (``out_specs``), a prefix of the result.
+      result: what the function returned: a pytree of arrays and modules.
     """
     specs = transform.out_specs.tree if transform.passes_shardings else PartitionSpec()
 

@@ -263,6 +263,11 @@ def _bind(
 
     A form is a function that puts new arrays, by path, into an argument like the one passed.
 
+    Args:
+      manifest: describes the arguments; its ``inputs`` are the arrays of the program, by position.
+      args: the positional arguments of the call.
+      kwargs: its keyword arguments.
+
     Raises:
       TypeError: arrays do not fit the manifest; all of them are listed.
     """
@@ -398,7 +403,11 @@ def _fits(size: int | str, exported: int | str) -> bool:
 
 
 def _type_fault(leaf: Any, info: ArrayInfo) -> str:
-    """Returns why a value cannot be the input that ``info`` describes; empty if it can."""
+    """Returns why a value cannot be the input that ``info`` describes; empty if it can.
+
+    Dtypes have to be equal, and shapes have to fit (`_fits`). Shardings are not compared, because
+    `_placed` moves arrays.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return "a ShapeDtypeStruct, which has no values"
     try:
@@ -422,6 +431,10 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
     """Returns a mesh like the exported one, of the devices in context or else of the first ones.
 
     The types of its axes are part of the program. The result is None for a program of one device.
+
+    Args:
+      manifest: says how many devices the program needs.
+      program: the program, whose shardings say how the devices are arranged.
 
     Raises:
       ExportError: there are too few devices, or the mesh in context has another size or shape.

@@ -298,7 +298,8 @@ def _keys(treedef: PyTreeDef) -> Iterator[Any]:
 def tree_from(kind: str, items: Iterable[tuple[Path, Tree]]) -> Tree:
     """Returns the tree of a container from the paths of its parts and their trees.
 
-    A "state" in a "state" becomes part of it: for the item ``(("up",), {"state": [[["w"], t]]})``,
+    ``kind`` is one of `_KINDS`, or "object"; only in a "state" may a path have several keys. A
+    "state" in a "state" becomes part of it: for the item ``(("up",), {"state": [[["w"], t]]})``,
     the result has ``[["up", "w"], t]``.
     """
     parts = []

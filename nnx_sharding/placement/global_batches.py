@@ -184,6 +184,11 @@ class GlobalBatches(Iterator[Loaded]):
 
         A batch without rows gets the last row of an earlier one, or zeros if there was none. Leaves
         without rows, such as numbers and leaves that are passed through, stay as they are.
+
+        Args:
+          arrays: the leaves of the batch.
+          rows: the number of rows that they have.
+          full: the number of rows that they get.
         """
         assert self._sharding is not None
         leaves = self._sharding.leaves

@@ -174,6 +174,7 @@ def accumulate_gradients(
 
     # Without a loss, `accumulate_gradients(steps=4)` is itself the decorator of one.
     def decorate(loss: Callable[..., object]) -> Callable[..., Any]:
+        """Returns the function with the arguments of ``loss`` that accumulates its gradients."""
         accumulation = _Accumulation(
             gradient=value_and_grad(loss, argnums=argnums, wrt=wrt, has_aux=has_aux, **modes),
             steps=steps,
@@ -218,7 +219,8 @@ class _Accumulation:
     def run(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Any, Any]:
         """Returns the value and the gradient for the arguments of the loss.
 
-        Raises the errors that :func:`accumulate_gradients` lists for a call.
+        ``args`` and ``kwargs`` are those arguments, with the whole batch. Raises the errors that
+        :func:`accumulate_gradients` lists for a call.
         """
         signature = inspect.signature(self.gradient._fun)  # ``_fun`` is the loss
         # The object of a loss that is a method is the first argument.
@@ -345,7 +347,17 @@ class _Accumulation:
         sums, is_split = batch.sums, batch.is_split
 
         def step(totals: list[Any], shared: _Arguments, microbatch: _Arguments) -> Any:
-            """Adds the gradients of one microbatch to the totals, and returns its value."""
+            """Adds the gradients of one microbatch to the totals, and returns its value.
+
+            Args:
+              totals: the totals so far, for each array that is differentiated; shard sums are
+                (shards, *shape).
+              shared: the arguments that are the same for all microbatches, by name.
+              microbatch: the arguments with the rows of this one, (rows, …), by name.
+
+            Returns:
+              The new totals, and what the loss has returned.
+            """
             microbatch = batch.as_declared(microbatch)
             call = batch.prepare(self.gradient, {**shared, **microbatch})
             gradients: Sequence[jax.Array]
@@ -706,6 +718,10 @@ def _check_rows(arguments: _Arguments, names: Sequence[str]) -> None:
     """Raises a ``ValueError`` unless all arrays of the batch have equally many rows.
 
     If the numbers differ, nobody knows which arrays are the batch, and which are constants.
+
+    Args:
+      arguments: all arguments of the loss, by name.
+      names: the names of those that are divided into microbatches.
     """
     shapes: dict[str, tuple[int, ...]] = {}  # by the expression for an array: batch['x']
     for name in names:
@@ -753,8 +769,13 @@ def _note_axes_added(
 def _split_rows(name: str, value: object, steps: int) -> Any:
     """Reshapes each array of an argument from (batch, …) to (batch / steps, steps, …).
 
+    Args:
+      name: the name of the argument, for messages.
+      value: the argument: a pytree of arrays with rows.
+      steps: the number of microbatches.
+
     Raises:
-      ValueError: ``steps`` does not divide the rows of some arrays. ``name`` is the argument.
+      ValueError: the rows of some arrays cannot be divided (`_why_indivisible`).
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     indivisible: list[str] = []
@@ -775,6 +796,9 @@ def _split_rows(name: str, value: object, steps: int) -> Any:
 
 def _why_indivisible(x: Any, steps: int) -> str:
     """Returns the reason why the rows of an array cannot be divided into microbatches.
+
+    They can be if ``steps`` times the devices that shard the rows divides their number. On Auto
+    axes only ``steps`` counts, because the type of an array says nothing of its devices.
 
     Returns:
       The end of a line of an error, after the shape: ``: 6 rows are not a multiple of 4``. Empty if
