@@ -99,7 +99,8 @@ def _flat(items: Iterable[tuple[Any, Any]]) -> list[Any]:
     return [part for item in items for part in item]
 
 
-# The built-in class's own methods are called, because subclasses may override them.
+# Makers of entries of the table, and of their ``open``, for one base. The base's own methods are
+# called, because subclasses may override them.
 
 
 def _iterate(base: Any) -> Callable[[Any], tuple[None, list[Any]]]:
