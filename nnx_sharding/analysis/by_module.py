@@ -282,7 +282,7 @@ def ordered(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:
 
 
 def path_text(path: str | None) -> str:
-    """Writes the path of a row; unlike `unknown`, what is outside of modules has names."""
+    """Writes the path of a row: ``unknown`` for None, and words for the empty path."""
     return "unknown" if path is None else path or "outside of modules"
 
 

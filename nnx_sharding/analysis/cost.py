@@ -25,12 +25,12 @@ CUSTOM_CALLS = "custom calls of unknown cost"  # a reason why figures are unknow
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """What operations of one kind compute and access."""
+    """What operations of one kind compute and access: sums over all their runs in one call."""
 
     flops: float
     bytes_accessed: float
-    int8_flops: float
-    fp8_flops: float
+    int8_flops: float  # the part of ``flops`` in products of integers of 8 bits or less
+    fp8_flops: float  # the part of ``flops`` in products of floats of 8 bits or less
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

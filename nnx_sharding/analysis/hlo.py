@@ -19,7 +19,9 @@ callee). Lines of the user's code are in tables before the computations, by the 
 From other modules:
 
     Values          what a `Module` also is: ``calls``, the calls in each computation by its name;
-                    ``callers``, those of each computation; ``maker``, the instruction of a value
+                    ``callers``, those of each computation; ``maker``, the instruction of a value;
+                    ``by_name``, the computations; ``with_opcode``, the instructions with opcodes
+    trip_counts     how often the body of each loop runs, by the name of the loop, if known
     is_known        whether all of an instruction is understood
     spell_out       writes asynchronous operations that the compiler abbreviates in full
     with_exchanges  the collectives between slices, which the compiler writes as sends and receives
@@ -234,8 +236,8 @@ class Module(Values):
                 # If several branches have the most weight, the last one counts.
                 largest[conditional] = max(reversed(callees), key=sums.__getitem__)
             sums[name] += sum(sums[callee] for callee in {largest[x] for x in branches})
-        # Follow the calls from the entry, callers first.
-        # Only the entry has no caller.
+        # Follow the calls, callers first, from the entry, which is the only computation without a
+        # caller.
         taken = {name for name in self.calls if name not in self.callers}
         for name in reversed(self.callees_first or ()):
             for call in self.calls.get(name, ()) if name in taken else ():

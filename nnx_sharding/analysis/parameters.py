@@ -8,6 +8,10 @@ From other modules:
                     structure, and the numbers of its arrays in the leaves (``slots``)
     path_string     a path as text: ``("blocks", 0, "up")`` is ``blocks/0/up``
     array_bytes     the bytes of an array of a shape and dtype
+    container_keys  the path of each leaf in a pytree, by its treedef
+    pad_entries     the entries of a spec, with None for dimensions behind the last entry;
+                    `with_entries` makes a spec of entries
+    axes_of         the mesh axes in one entry of a spec, as a tuple; empty for None
     table, text     what rich draws: rows of cells, and a cell with a style
 """
 

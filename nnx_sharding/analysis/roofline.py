@@ -15,7 +15,9 @@ From other modules:
     Traffic      the sum of transfers over the same links and mesh axes
     Hardware     rates per second: ``flops`` and ``memory_bandwidth``, and those of links;
                  ``spread`` is the error of estimates from measured rates, None for peak rates
-    all_known    a list of values; None if one of them is
+    all_known    a list of values; None if one of them is None
+    Operation    flops and bytes of operations that run one after the other (``Cost.operations``)
+    traffic_of   the sums of transfers; `interconnect_seconds` is the time for all of them
 """
 
 from __future__ import annotations
