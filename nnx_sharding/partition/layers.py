@@ -19,6 +19,10 @@ array in the flattened model (``Flat``). A *known* Variable is a parameter of a 
 shape for one layer is known. If a parameter is in a `Stack` and was made by ``vmap`` as well, the
 dimensions of the `Stack` come first.
 
+Helpers in this file: `_shapes` returns the shapes for one layer of a layer of Flax, by attribute,
+and an empty mapping for any other object. `_candidates` compares such a shape with a parameter's.
+`_names` returns the names of the dimensions in the metadata, or () without them.
+
 From other modules: `count_layer_dimensions` maps a slot to the number of dimensions of layers that
 a ``Stack`` has put in front of the array; slots outside of any ``Stack`` are missing.
 """
@@ -44,7 +48,7 @@ _COMMON_NAME = "layers"
 
 
 class Stacked(NamedTuple):
-    """The dimensions of an array that are, or may be, stacked layers."""
+    """The dimensions of an array that are, or may be, stacked layers; none by default."""
 
     dimensions: tuple[int, ...] = ()
     is_ambiguous: bool = False  # whether some of ``dimensions`` are not stacked layers
@@ -190,8 +194,8 @@ class LayerDimensions:
         """
         # A `Stack` puts the dimensions of its layers first.
         in_stack = tuple(range(self._stack_counts.get(slots[0], 0)))
-        # 1. Names in the metadata: a dimension whose name is one of `_names` is stacked layers.
-        names = _names(subject, len(shape))
+        # 1. Names in the metadata: a dimension whose name is in `self._names` is stacked layers.
+        names = _names(subject, len(shape))  # the name of each dimension; () without names
         named = {d for d, name in enumerate(names) if name in self._names}
         if named:
             return Stacked(tuple(sorted(named.union(in_stack))))
@@ -221,6 +225,7 @@ class LayerDimensions:
         """
         for index, layer in enumerate(flat.objects):
             is_norm = isinstance(layer, _NORMS)
+            # There are shapes for layers of Flax only, so all other objects yield nothing.
             for name, layer_shape in _shapes(layer).items():
                 variable: Any = getattr(layer, name, None)
                 if is_norm:
@@ -251,6 +256,7 @@ class LayerDimensions:
             # The Variable with the fewest dimensions of layers tells how many transforms are around
             # the whole module. Other Variables in the module may be stacked once more.
             count = min(len(candidate) for x in members for candidate in x.candidates)
+            # The set is empty if the module holds layers that were stacked in different ways.
             common = set.intersection(*(x.axes(count) for x in members))
             self._common_axes.setdefault(module_path, {})[cls] = common
 
@@ -263,7 +269,7 @@ class LayerDimensions:
         dimensions are added to ``_names``. These names count as names for layers from then on: for
         the parameters that come later in the model, and in :meth:`find`.
         """
-        remaining = self._agreeing_with_others(known)
+        remaining = self._agreeing_with_others(known)  # never empty
         names = _names(known.variable, len(known.shape))  # for example ("embed", "layers", "mlp")
         if names:
             named = {

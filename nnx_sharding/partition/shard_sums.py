@@ -28,10 +28,12 @@ pass may have both, because modules of a strategy run with Auto axes. An operati
 of a jaxpr, with inputs (``invars``) and outputs (``outvars``).
 
 From other modules: `type_mesh` and `type_spec` return the mesh and the spec in the type of an
-array, or None. `retype` gives an array another type. `keep_axes` removes all other axes from a
-spec. `rows_of_outputs` returns for each output the dimension with the rows, or None. `summed_dims`
-returns for each input the dimension that an operation sums over, and None if it does not sum over
-rows.
+array, or None. `retype` gives an array another type. `in_context` sets a mesh as the one in
+context; None changes nothing. `axes_of_type` returns the axes of a mesh that have a type.
+`keep_axes` removes all other axes from a spec. `rows_of_outputs` returns for each output the
+dimension with the rows, or None. `summed_dims` returns for each input the dimension that an
+operation sums over, and None if it does not sum over rows. `shape_of` returns the shape of an input
+or output of an operation. `_compat.run_equation` runs an operation, and returns its outputs.
 """
 
 from __future__ import annotations
@@ -109,6 +111,7 @@ _LINEAR = frozenset(
 # Operations that are linear in one input while the other stays the same: a · (b + c) = a·b + a·c. A
 # division is linear in the first input only: (a + b) / c.
 _PRODUCTS = frozenset(("mul", "div"))
+# Operations that call a program once with their own inputs, and recomputations of a program.
 _CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
 _REMAT = frozenset(("checkpoint", "remat", "remat2"))
 
@@ -317,7 +320,7 @@ class _Evaluation:
     ) -> list[_Value]:
         """Runs one operation: on shard sums if these are wanted and possible, else on arrays."""
         if any(wanted):
-            outputs = self._run_with_sums(equation, inputs, wanted)
+            outputs = self._run_with_sums(equation, inputs, wanted)  # None: nothing has run
             if outputs is not None:
                 return outputs
         # The operation runs on arrays, because all other operations need whole values.
@@ -335,9 +338,9 @@ class _Evaluation:
         may be split; those that are linear in shard sums; and those that sum over rows.
         """
         name = equation.primitive.name
-        if _called(equation) is not None:
+        if _called(equation) is not None:  # a call, or a recomputation without a barrier
             return self.run(equation.params["jaxpr"], inputs, wanted)
-        if name in _REMAT:
+        if name in _REMAT:  # with a barrier, because `_called` returned None
             # The program is a backward pass with the forward pass that it recomputes. The barrier
             # is needed because the compiler would otherwise merge the recomputation with the
             # original forward pass, and keep its results.
