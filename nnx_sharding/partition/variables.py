@@ -12,7 +12,10 @@ In a model with Variables, bare arrays that modules hold are *buffers*, such as 
 trained. In a model without Variables, bare arrays are the parameters.
 
 From other modules: `structure.walk` yields the locations of Variables and bare arrays, each once by
-its first path. `holds_objects` says whether the value of a Variable has objects in it, and
+its first path. A location has the ``path``, the ``slots`` of the arrays, and the ``object_index``
+of the Variable, which is None for a bare array. `LayerDimensions.find` returns the dimensions of
+stacked layers of an array. `plain_key` turns a key of a path into a plain Python object.
+`holds_objects` says whether the value of a Variable has objects in it, and
 `is_leaf_variable` whether an entry is a Variable with a single array. `parts_of` returns the parts
 of an entry or container by their path in it, and `atoms` yields the indices of objects, the leaves
 and the static values in nested containers.
@@ -54,7 +57,10 @@ SpecsByPath: TypeAlias = dict[Path, Any]
 
 
 class NamedVariable(NamedTuple):
-    """A Variable of a model, or an array outside of any, with its path."""
+    """A Variable of a model, or an array outside of any, with its path; it has at least one array.
+
+    If ``layers`` is ambiguous, some of its dimensions are not stacked layers.
+    """
 
     path: Path
     variable: Any  # the Variable, or the array
