@@ -7,7 +7,9 @@ Arrays and NNX objects, such as ``nnx.Rngs``, are traced. All other arguments, s
 
 From other modules: `given_mesh` returns the mesh in context if it gets None, and None without any.
 `in_context` sets a mesh as the one in context; None changes nothing. `check_specs` raises a
-TypeError for anything that is not a spec.
+TypeError for anything that is not a spec. `lift` makes the function of a transform such as `Jit`;
+``eval_shape`` of this function only traces it, and returns an abstract model. `replace_slots`
+returns a list of leaves with others at some indices.
 """
 
 from __future__ import annotations

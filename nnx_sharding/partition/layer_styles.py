@@ -28,7 +28,14 @@ stays whole if neither its name nor its shape says what it is for.
 Names override sizes: a layer called ``down`` or ``o_proj`` is a row layer (`_ROWS`), and a layer
 called ``up`` or ``q_proj`` is a column layer (`_COLUMNS`). In a style, dimensions count from the
 end: -1 of a kernel (in, out) is the outputs. A bias with -1 is sharded like the outputs. A bias
-with None is whole, because it is added once to the sum that a row layer returns.
+with None is whole, because it is added once to the sum that a row layer returns. `_order_styles`
+puts columns or rows first, by the name of a layer, or else by its sizes.
+
+Parameters are listed as ``NamedVariable``, whose ``layer_shape`` is the shape for one layer, or ()
+if it is not known.
+
+From other modules: `has_sizes` says whether a layer has the sizes that the constructor of its class
+of Flax keeps. `_compat.identity` returns the id by which a Variable is known.
 """
 
 from __future__ import annotations
