@@ -339,6 +339,7 @@ def axes_across_slices(mesh: Mesh | AbstractMesh) -> set[str]:
 
 
 def _slice(device: object) -> int:
+    """Returns the number of the slice that a device is in; 0 for devices without slices."""
     return getattr(device, "slice_index", 0)
 
 

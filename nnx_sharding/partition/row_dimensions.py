@@ -154,10 +154,12 @@ def _multiply(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int
 
 
 def _transpose(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int | None:
+    """For a transposition: dimension i of the output is ``permutation[i]`` of the input."""
     return equation.params["permutation"].index(rows)  # type: ignore[no-any-return]
 
 
 def _broadcast(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int | None:
+    """For a broadcast: dimension i of the input is ``broadcast_dimensions[i]`` of the output."""
     return equation.params["broadcast_dimensions"][rows]  # type: ignore[no-any-return]
 
 
@@ -187,6 +189,8 @@ def _reshape(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int 
     return next((i for i in possible if shape[i] % input_shape[rows] == 0), None)
 
 
+# By the name of an operation, the function for it. `_keep` is for operations that are missing here,
+# and `_reduce` for reductions.
 _MOVES: dict[str, Callable[[JaxprEqn, int, int, Shape], int | None]] = {
     "broadcast_in_dim": _broadcast,
     "dot_general": _multiply,

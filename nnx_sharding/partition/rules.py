@@ -304,6 +304,7 @@ class LogicalRules:
 
     @property
     def _hint(self) -> str:
+        """The last line of errors: which names have rules."""
         names = ", ".join(map(repr, self.names)) or "none"
         return f"The names with rules are {names}; None replicates a dimension."
 
