@@ -27,8 +27,8 @@ This module builds on these functions:
   differentiates the loss at chosen arrays; `PreparedCall.build_gradient` puts gradients into the
   form of the arguments.
 * `ShardSums` has the mesh ``axes`` that shard the rows. ``zeros`` makes the first total of a
-  parameter, (shards, *shape); ``evaluate`` calls a function that returns gradients by number, and
-  returns some of them as shard sums. `add_up` sums over the shards.
+  parameter, ``(shards, *shape)``; ``evaluate`` calls a function that returns gradients by number,
+  and returns some of them as shard sums. `add_up` sums over the shards.
 * `with_auto_axes` calls a function of some inputs while axes are Auto; `retype` gives one array
   another type. `output_spec` is the spec of an output that is sharded like the rows of an input.
 * `type_spec` is the spec in the type of an array; None if none of its axes is Explicit.
