@@ -25,6 +25,9 @@ and the caller's objects can change in one way only. From other modules:
                    are bound, each once, and ``bound`` says which of these each branch uses;
                    ``bind(number)`` makes a function of one branch, whose first argument is
                    ``objects``
+    call_functions runs a transform of `Functions`, writes back what they changed, and returns the
+                   result
+    scalar_value   the value of a scalar argument, also if a Variable holds it; raises for others
     is_traced      whether JAX traces a leaf: an array or a number, but no flag
     static_leaves  the leaves that JAX does not trace, such as flags; ``with_static`` puts them back
                    among the others. ``may_keep`` says that they are no objects of the user, so that

@@ -37,6 +37,9 @@ From other modules:
     TangentForm   says which arrays of some objects have tangents (``slots``); ``tangents_in`` takes
                   the tangents out of objects that the user gave, as a list of arrays
     replace_slots a copy of a list of leaves with others in some slots
+    locations_in  where Variables and bare arrays are in a structure: path, slots, and the index of
+                  the Variable
+    user_tree     puts values by slot into a pytree like the user's, with a state for each module
     check_pair    raises a ``TypeError`` unless a function returned a pair
     is_traced     whether JAX traces a leaf of the arguments: an array or a number, but no flag
     without_tangent  zeros of dtype ``float0``, the tangent of a value without derivative

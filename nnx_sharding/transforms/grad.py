@@ -15,6 +15,8 @@ From other modules:
                    modules, each with the ``keys`` that lead to it in the argument
     NamedLocation  a location, with its ``argument`` and its ``part``. ``paths`` are all paths from
                    the part that lead to it; filters get its ``subject``: a Variable or an array
+    locate         finds the `NamedLocation` of each Variable and array in some arguments; of a
+                   Variable that several arguments share, one in each
     SortedCall     the arguments of a call: ``tree`` is ``(positional, keywords)``
     tangent_type   the type of an array's gradient; None for integers and other values without one
     without_tangent  the zeros that take the place of a gradient for a value without one

@@ -11,6 +11,8 @@ From other modules:
     Program   a pure function, transformed, in the forms that calls use: for stages, at top level,
               within another trace
     Specs     the user's shardings, a prefix of arguments or results
+    sharded_activations  a context that shards the activations of modules while a function is
+              traced; it yields what the trace calls in place of the user's function
     in_context     a context that sets a mesh, or nothing for None
     check_options, check_mesh, check_specs
               raise an error if an option, a mesh or a spec is wrong

@@ -25,8 +25,11 @@ From other modules:
     Caller           the call that is being traced; ``fun`` is the user's function
     Flat             flattened objects: their structure, ``leaves`` (arrays by slot) and ``objects``
     InnerTransform   the base: becomes part of a surrounding trace
+    split_argument   splits a pytree into its modules, Variables and arrays, each with the user's
+                     spec; returns an ``Argument``
     locate           finds the Variables and arrays in some arguments, each with the user's spec
     resolve          finds the final spec of each of these Variables and arrays
+    accessor         an expression for a path, such as ``in_axes[0]['mask']``
     atoms            the leaves of a container in a structure: indices of objects, and other values
 """
 

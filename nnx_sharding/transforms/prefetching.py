@@ -19,9 +19,15 @@ its cotangents from outputs to inputs. The backward pass rebuilds it from *resid
 that the forward pass keeps. Parameters are *ready* once they are gathered; the *rest* are slices
 that need no gathering. From other modules:
 
-    Tag         what a strategy left on a module: ``VariableSpecs`` for each of its parameters, with
-                its ``shape``, the spec ``outside``, with which it is kept, and the spec
-                ``inside``, with which it is used while the module runs
+    Tag         what a strategy left on a module: the argument that holds the module (``name``) and
+                the ``path`` in it; the mesh ``axes`` over which its parameters are gathered; and
+                ``specs`` with the `VariableSpecs` of each parameter, by path: its ``shape``, the
+                spec ``outside``, with which it is kept, and the spec ``inside``, with which it is
+                used while the module runs. ``is_gathered`` says whether a
+                gathered value replaces the parameter meanwhile
+    modules_in  the modules in a module, itself included, each after its path
+    own_variables
+                the Variables of a module without those of submodules, each after its path
     PREFETCHED  the names of parameters that a module does not gather itself while it runs: a
                 context of JAX, with a ``value``, which ``with PREFETCHED(value):`` sets
     spec_of_slice

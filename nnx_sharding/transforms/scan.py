@@ -31,6 +31,8 @@ describes it. A step has arrays in slots before and after it. From other modules
                  ``(*groups, outcome)``
     Static       a leaf that JAX does not trace, compared by value; ``static`` leaves are in pairs
                  with their slots
+    axes_specs   the user's axes as specs: a ``tree`` of axes, which ``written`` lists
+    named_parts  pairs of an expression and a child, for all parts of some arguments
     links_below  the objects that can be reached from children of a structure, by index
     captures     the objects in which modules collect what they sow, by index
     reshard_like gives an array the sharding of another one

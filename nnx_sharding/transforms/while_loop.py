@@ -25,6 +25,9 @@ From other modules:
                 ``leading`` names the arguments of the loop in messages
     Specs       for each argument, or for the result: ``BROADCAST`` (the same), or ``CARRY``
     check_carry raises an error unless a carry has the form and the modules of the one before
+    scalar_value  the value of a scalar argument, also if a Variable holds it; raises for others
+    call_functions  runs a transform of `Functions`, writes back what they changed, and returns the
+                result
     compile_at_top_level  makes a function that is compiled as one program outside of any trace
 """
 
