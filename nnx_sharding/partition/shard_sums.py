@@ -475,12 +475,7 @@ class _Evaluation:
                 _Value(x, rows=first_value.rows, is_split=is_split)
                 for x, first_value, is_split in zip(carry, carried, carries_sums, strict=True)
             ]
-            # A step has no first dimension, so dimension 2 is dimension 1 there. If the rows are in
-            # dimension 0, the scan loops over them, and a step has no dimension of rows.
-            scanned_values = [
-                _Value(x, rows=scanned_value.rows - 1 if scanned_value.rows else None)
-                for x, scanned_value in zip(xs, scanned, strict=True)
-            ]
+            scanned_values = [*map(_value_of_step, xs, scanned)]
             values = [*constants, *carried_values, *scanned_values]
             outputs = self.run(params["jaxpr"], values, wanted)
             body_outputs[:] = [dataclasses.replace(x, array=None) for x in outputs]
@@ -514,6 +509,15 @@ class _Evaluation:
         with in_context(type_mesh(array)):
             sums = jnp.swapaxes(array, 0, 1)  # (length, shards, …) → (shards, length, …)
         return _Value(self._sums.constrain(sums), is_split=True)
+
+
+def _value_of_step(array: Any, scanned: _Value) -> _Value:
+    """Returns what one step of a scan gets of a scanned input: ``array``, and where its rows are.
+
+    A step has no first dimension, so dimension 2 is dimension 1 there. If the rows are in dimension
+    0, the scan loops over them, and a step has no dimension of rows.
+    """
+    return _Value(array, rows=scanned.rows - 1 if scanned.rows else None)
 
 
 def _inputs_of_scan(

@@ -734,6 +734,10 @@ static PyObject *Walk_match(PyObject *self, PyObject *arguments) {
         (const char *)walk->ids, walk->mentions.count * (Py_ssize_t)sizeof(*walk->ids));
     if (ids == NULL) return NULL;
     PyObject **items = PyMem_Malloc((walk->size + 1) * sizeof(*items)), *result = NULL;
+    if (items == NULL) {
+        Py_DECREF(ids);
+        return PyErr_NoMemory();
+    }
     Stream stream = {
         .walk = walk,
         .items = items,
@@ -742,7 +746,7 @@ static PyObject *Walk_match(PyObject *self, PyObject *arguments) {
     };
     Found found = {0};
     const int collects = PyGC_Disable();
-    int same = items == NULL ? -1 : append_sequence(&stream, arguments, walk->num_arguments);
+    int same = append_sequence(&stream, arguments, walk->num_arguments);
     /* The collector stays off until the result is made, because the stream may still borrow items. */
     if (same == 1) same = conclude(&stream, read_plain(&stream), 0, &found);
     if (same == 1) same = are_distinct(found.objects);
