@@ -79,14 +79,13 @@ class Exported(Pictured):
     Attributes:
       manifest: how it is called, and what it was made with; its ``str`` is a table.
       jax_exported: the program alone, over flat arrays in the order of ``manifest.inputs``.
-
-    Its private attributes:
-
-        _data       the program as it was read from a file, which `save` writes again, because JAX
-                    would write other bytes; None if the program was not read
-        _compiled   the compiled program and the shardings of its inputs, by the mesh that
-                    `_mesh_for` returns; the key is None for a program of one device
     """
+
+    # Private attributes:
+    #   _data       the program as it was read from a file, which `save` writes again, because JAX
+    #               would write other bytes; None if the program was not read
+    #   _compiled   the compiled program and the shardings of its inputs, by the mesh that
+    #               `_mesh_for` returns; the key is None for a program of one device
 
     def __init__(self, manifest: Manifest, program: jax.export.Exported, data: bytes | None = None):
         self.manifest = manifest

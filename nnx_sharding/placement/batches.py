@@ -145,16 +145,15 @@ class ShardedBatches(Iterable[Any], AbstractContextManager[Any]):
     Each ``for`` loop iterates over the loader again; if that is an iterator, a second loop
     continues it. When a loop ends early, its thread ends once its iterator is dropped; ``with`` or
     :meth:`close` end it at a defined point.
-
-    Its private attributes:
-
-        _batches   the loader
-        _options   the options of ``shard_batches``
-        _open      the iterations that `close` ends. References are weak, so that an iteration ends
-                   when its loop drops it
-        _only      the only iteration over a loader that is an iterator itself; None for other
-                   loaders, and before the first loop
     """
+
+    # Private attributes:
+    #   _batches   the loader
+    #   _options   the options of ``shard_batches``
+    #   _open      the iterations that `close` ends. References are weak, so that an iteration ends
+    #              when its loop drops it
+    #   _only      the only iteration over a loader that is an iterator itself; None for other
+    #              loaders, and before the first loop
 
     def __init__(self, batches: Iterable[Any], options: BatchOptions):
         self._batches, self._options = batches, options
@@ -192,17 +191,16 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
 
     Loading begins with the first ``next``. An error of the loader is raised in place of the
     batch that failed, after all batches before it, with its own traceback.
-
-    Its private attributes:
-
-        _source         the iterator of the loader, which the feed advances ahead of the loop
-        _options        the options of ``shard_batches``
-        _batch_size     the number of rows of a full batch; None until it is known
-        _loader_state   the state of the loader after the last batch that was yielded; None if the
-                        loader has no state
-        _feed           makes the global batches, in a thread unless nothing is loaded ahead
-        _finalizer      stops this feed when the iterator is dropped
     """
+
+    # Private attributes:
+    #   _source         the iterator of the loader, which the feed advances ahead of the loop
+    #   _options        the options of ``shard_batches``
+    #   _batch_size     the number of rows of a full batch; None until it is known
+    #   _loader_state   the state of the loader after the last batch that was yielded; None if the
+    #                   loader has no state
+    #   _feed           makes the global batches, in a thread unless nothing is loaded ahead
+    #   _finalizer      stops this feed when the iterator is dropped
 
     def __init__(self, source: Iterator[Any], options: BatchOptions):
         self._source, self._options = source, options

@@ -76,13 +76,6 @@ class StateSharding:
         in Flax; for paths, use :class:`~nnx_sharding.filters.PathRegex`.
       shardings: the sharding of each filter.
 
-    Private attributes:
-
-        _tests          the predicate of each filter, and for a pattern the search of its regular
-                        expression, which gets the path as text; None for any other filter
-        _has_patterns   whether any filter is a pattern
-        _key            what ``==`` and the hash use; a subclass adds to it
-
     Example:
       >>> from flax import nnx
       >>> from jax.sharding import PartitionSpec as P
@@ -96,6 +89,12 @@ class StateSharding:
 
     Names and matching rules are those of ``flax.nnx.StateSharding``.
     """
+
+    # Private attributes:
+    #   _tests          the predicate of each filter, and for a pattern the search of its regular
+    #                   expression, which gets the path as text; None for any other filter
+    #   _has_patterns   whether any filter is a pattern
+    #   _key            what ``==`` and the hash use; a subclass adds to it
 
     filters: tuple[Any, ...]
     shardings: tuple[Any, ...]

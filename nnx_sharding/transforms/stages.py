@@ -85,18 +85,17 @@ class Stage:
 
     A method or attribute that is not listed here, such as ``cost_analysis()``, is the one of JAX's
     stage.
-
-    Its private attributes:
-
-        _stage      the stage of JAX, whose results are groups of arrays, then the outcome
-        _outcome    what the call does to objects
-        _lifted     the function that it was made from; its ``_bound`` are the objects of a method
-        _plan       the plan for the arguments
-        _statics    the static arguments for which it was made
-        _recorder   traces the function again when a report asks
-        _guards     find the flattened arguments of earlier calls of this stage
-        _direct     what the call in C reads; see ``__init__``. Only `Compiled` is called in C
     """
+
+    # Private attributes:
+    #   _stage      the stage of JAX, whose results are groups of arrays, then the outcome
+    #   _outcome    what the call does to objects
+    #   _lifted     the function that it was made from; its ``_bound`` are the objects of a method
+    #   _plan       the plan for the arguments
+    #   _statics    the static arguments for which it was made
+    #   _recorder   traces the function again when a report asks
+    #   _guards     find the flattened arguments of earlier calls of this stage
+    #   _direct     what the call in C reads; see ``__init__``. Only `Compiled` is called in C
 
     def __init__(
         self,
