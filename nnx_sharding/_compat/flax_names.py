@@ -138,8 +138,8 @@ def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
     # Flax's mapping, whose own iterator is slow.
     mark_of: dict[str, Any] = getattr(statuses, "_mapping", statuses)
     marks = tuple(mark_of.values())
-    # All in one flat tuple, which is quicker to hash than a nested one; None ends the names. With
-    # the types of the marks, since 1 equals True.
+    # The key is one flat tuple, because a nested one takes longer to hash; None ends the names. The
+    # types of the marks are in it because 1 equals True.
     key = (type(node), *names, None, *mark_of, *marks, *set(map(type, marks)))
     form = (forms.get(key) or _FORMS.get(key)) if is_plain else None
     if form is not None:
@@ -152,8 +152,8 @@ def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
     has_only_flags = type(statuses) is HashableMapping and all(type(x) is bool for x in marks)
     shared_statuses = statuses if has_only_flags else None
     items = _read_items(node, names, in_dict if is_plain else None, shared_statuses)
-    # A form reads values from the `__dict__`, so there is none for a node that Flax shows with
-    # other attributes than these: its `in_dict` is None.
+    # A form reads values from the `__dict__`. If Flax shows a node with other attributes than those
+    # in its `__dict__`, then `items.in_dict` is None, and the node gets no form.
     if items.in_dict is not None:
         # Marks other than flags may be objects of the user, which `_FORMS` must not keep alive.
         is_kept = has_only_flags and len(_FORMS) < _MAX_FORMS

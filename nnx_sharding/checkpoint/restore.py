@@ -200,7 +200,8 @@ def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | 
     # An abstract array with a weak type was a number.
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.weak_type:
         return tuple(leaf.shape), _NUMBER_KINDS.get(leaf.dtype.kind, leaf.dtype)
-    # Orbax alone does not record that words are keys, so the words are compared.
+    # Checkpoints that Orbax wrote without this library do not say that words are keys, so the words
+    # are compared.
     if is_keys(leaf) and not is_keys(entry.array):
         leaf = key_words(leaf)
     return tuple(leaf.shape), leaf.dtype

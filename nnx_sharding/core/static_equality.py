@@ -124,7 +124,7 @@ def _key_of_rare_type(cls: type, value: Any) -> Hashable | None:
         return cls, value
     if cls is PyTreeDef:
         # To the `==` of treedefs, 1 and True are equal in the data of nodes, such as the settings
-        # of a registered class. So the key has the keys of this data besides the treedef.
+        # of a registered class. So the key has the treedef, and also the keys of this data.
         return _key_of_all(cls, aux_of(value), value)
     # An object with a `__dict__` or slots has attributes. These may change, except the fields of
     # frozen dataclasses.

@@ -247,8 +247,8 @@ def _pad_keys(padding: int, arrays: AttentionArrays) -> AttentionArrays:
     """Adds keys to which no query attends, because they are in a segment of their own.
 
     The user's positions and segments are None here, so they need no padding. With them,
-    :func:`_wrong_shapes` requires as many keys as queries. The devices divide the number of
-    queries, so such keys need no padding.
+    :func:`_wrong_shapes` requires as many keys as queries. The number of devices divides the
+    number of queries, so keys with positions or segments need no padding.
     """
     query, key, value, key_info, visibility = arrays
     batch, num_keys = key.shape[:2]

@@ -417,7 +417,7 @@ class OneForwardOneBackward:
         )
 
     def _prefix_gradients(self, carry: _Carry, item: jax.Array, d_x: ByPosition) -> ByPosition:
-        """Returns gradients of the targets by the prefix, for example of an embedding.
+        """Returns the targets' gradients that come through the prefix, such as an embedding.
 
         Args:
           carry: the carry with all that this tick has computed so far.

@@ -11,6 +11,11 @@ input that the operation sums over, if that dimension has the rows:
 If the parameters of an operation do not tell the dimension, shapes decide. Their answer may be
 wrong, for example if two dimensions have the same size, so callers may only use it where any
 dimension gives right results.
+
+Each private function is the rule of some operations. It gets the equation, the ``position`` of one
+of its inputs, the dimension ``rows`` that has the rows in this input, and the ``shape`` of an
+output. It returns the dimension that has the rows in the output; None if there is none, or if it is
+not known.
 """
 
 from __future__ import annotations
@@ -164,7 +169,7 @@ def _broadcast(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> in
 
 
 def _gather(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int | None:
-    """For a gather with rows in its indices, such as an embedding of tokens.
+    """Finds the rows after a gather whose indices have rows, such as an embedding of tokens.
 
     The inputs are the table (words, features) and indices (rows, positions, 1), whose last
     dimension is one index. The output has a window of the table for each index, (rows, positions,

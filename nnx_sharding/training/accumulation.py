@@ -570,7 +570,11 @@ def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> Pa
     axes = axes_of(axis)
 
     def spec_of(_: Path, subject: Any) -> PartitionSpec:
-        """Returns the spec of an array, or of a Variable with one array; its path is not used."""
+        """Returns the spec with which the function gets an array, or a Variable with one array.
+
+        It is the spec in the array's type without ``axes``. With ``rows``, the first dimension is
+        sharded over ``axes`` too. The path is not used.
+        """
         array = _compat.get_value(subject) if _compat.is_variable(subject) else subject
         spec = type_spec(array)
         if spec is None or not array.ndim:  # no Explicit axis shards it

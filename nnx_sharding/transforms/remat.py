@@ -318,8 +318,8 @@ def remat(
 
     Raises:
       TypeError: ``policy`` has another type.
-      ValueError: JAX has no policy of this name, or a filter has none of the three values; at a
-        call, a filter matches no called module and no name.
+      ValueError: JAX has no policy of this name, or the value of a filter is not one of these
+        three; at a call, a filter matches no called module and no name.
 
     Example:
       >>> import jax.numpy as jnp
