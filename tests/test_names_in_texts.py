@@ -1,4 +1,4 @@
-"""Names in pages, docstrings and messages: each can be imported, or is used by its module."""
+"""Texts: names in pages, docstrings and messages exist, and comments are sentences of their own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,3 +103,26 @@ def test_glossaries_name_what_their_module_uses():
                 wrong.append(f"{path.relative_to(ROOT)}: {name}")
     assert not wrong, "\n".join(wrong)
     assert count > 200, count
+
+
+# With these words, a comment goes on with the code before it.
+FRAGMENT = re.compile(
+    r"# (?:(?:by |in |to |for |with |after )?which|whose|such as|those|its|else)\b", re.I
+)
+
+
+def test_comments_stand_alone():
+    fragments, count = [], 0
+    for path in SOURCES:
+        with path.open("rb") as file:
+            comments = [x for x in tokenize.tokenize(file.readline) if x.type == tokenize.COMMENT]
+        rows = {x.start[0] for x in comments if not x.line[: x.start[1]].strip()}
+        # The later lines of a comment of several lines do not begin a sentence.
+        begins = [x for x in comments if x.start[0] not in rows or x.start[0] - 1 not in rows]
+        count += len(begins)
+        where = path.relative_to(ROOT)
+        fragments += [
+            f"{where}:{x.start[0]}: {x.string}" for x in begins if FRAGMENT.match(x.string)
+        ]
+    assert not fragments, "\n".join(fragments)
+    assert count > 3000, count
