@@ -4,27 +4,28 @@ Pipelines of Datarax are made of modules with a state: counts of batches, statis
 streams. `ArraySharder` has the same state under the same names, and shards with this library:
 `assign_shardings` turns a prefix of specs into the sharding of each array, `apply_shardings` moves
 the arrays (in a trace: constrains them), and `rebuild` puts them into the caller's tree.
-
-The state of a sharder is in these attributes, besides the streams ``rngs``:
-
-    _applied_count, _skipped_count   Variables with the numbers of batches that were sharded, and of
-                                     batches that had no array
-    _computed_stats                  a Variable with the statistics, a dict; None without any
-    batch_stats_module               ``config.batch_stats_fn`` if it is a module; otherwise None
-
-From other modules:
-
-    flatten, is_shardable, sharding_of
-                     the first lists the arrays of a tree (``leaves``); the second says whether a
-                     leaf is an array that can be sharded; the third returns its sharding, or None
-    trim_to_rank     returns a spec without entries beyond the rank of an array
-    LogicalRules     the rules of logical names, as pairs (``rules``); ``spec`` returns the spec for
-                     names
-    parameter_table, device_bytes
-                     the first lists the arrays of a tree, a row each; the second sums the bytes of
-                     rows by the id of the device
-    raise_if_any     raises an error only if there are lines
 """
+
+# The state of a sharder is in these attributes, besides the streams ``rngs``:
+#
+#     _applied_count, _skipped_count
+#                      Variables with the numbers of batches that were sharded, and of batches that
+#                      had no array
+#     _computed_stats  a Variable with the statistics, a dict; None without any
+#     batch_stats_module
+#                      ``config.batch_stats_fn`` if it is a module; otherwise None
+#
+# From other modules:
+#
+#     flatten          lists the arrays of a tree (``leaves``)
+#     is_shardable     says whether a leaf is an array that can be sharded
+#     sharding_of      returns the sharding of such a leaf, or None
+#     trim_to_rank     returns a spec without entries beyond the rank of an array
+#     LogicalRules     the rules of logical names, as pairs (``rules``); ``spec`` returns the spec
+#                      for names
+#     parameter_table  lists the arrays of a tree, a row each
+#     device_bytes     sums the bytes of rows by the id of the device
+#     raise_if_any     raises an error only if there are lines
 
 from __future__ import annotations
 

@@ -14,31 +14,31 @@ Results differ from eformer's in these places:
   small arrays and shapes such as ``(1, 1)``.
 * `get_partition_spec` gives ``P()`` for NumPy arrays and arrays on one device; eformer raises.
 * The functions of `make_shard_and_gather_fns` place NumPy arrays.
-
-Helpers of this library that most functions use:
-
-* `fit_sharding` returns the part of a spec that fits a mesh and a shape (``sharding``), with what
-  was dropped (``corrections``) and what cannot be (``problems``); ``lenient``, unknown axes and
-  entries beyond the rank are dropped.
-* `assign_shardings` does so for a tree and a prefix of specs: it returns the name and the sharding
-  of each array, None for one that stays. `apply_shardings` moves the arrays, in a trace constrains
-  them, and `rebuild` puts them into the tree.
-* `map_variables` returns a tree with the results of a function in place of Variables and bare
-  arrays. The function gets a `NamedVariable`: its ``path``, the ``name`` for messages, the
-  ``variable`` and the ``arrays`` in it.
-* `read_patterns` returns rules as pairs of a filter and a spec. A filter is a function of a path,
-  as a tuple, and a Variable; it returns whether the rule matches.
-* `flatten` lists the arrays of a tree as ``leaves``. `is_shardable` says whether a leaf is an array
-  that can be sharded, and `sharding_of` returns its sharding or None.
-* `mesh_in_trace` returns a mesh with the axis types that it has in the current trace, such as
-  Manual in a ``shard_map``. `replace_spec` replaces the spec of a sharding, and `spec_axes` yields
-  the mesh axes that a spec names.
-* `check_specs` raises a TypeError for leaves that are no specs. `with_entries` returns a spec with
-  other entries, and the same unreduced and reduced axes.
-* `parameter_table` lists arrays with their specs and sizes, a row for each, and `device_bytes` sums
-  the bytes of rows by the id of the device.
-* `raise_if_any` raises an error with a line for each item, and does nothing without items.
 """
+
+# Helpers of this library that most functions use:
+#
+# * `fit_sharding` returns the part of a spec that fits a mesh and a shape (``sharding``), with what
+#   was dropped (``corrections``) and what cannot be (``problems``); ``lenient``, unknown axes and
+#   entries beyond the rank are dropped.
+# * `assign_shardings` does so for a tree and a prefix of specs: it returns the name and the
+#   sharding of each array, None for one that stays. `apply_shardings` moves the arrays, in a trace
+#   constrains them, and `rebuild` puts them into the tree.
+# * `map_variables` returns a tree with the results of a function in place of Variables and bare
+#   arrays. The function gets a `NamedVariable`: its ``path``, the ``name`` for messages, the
+#   ``variable`` and the ``arrays`` in it.
+# * `read_patterns` returns rules as pairs of a filter and a spec. A filter is a function of a path,
+#   as a tuple, and a Variable; it returns whether the rule matches.
+# * `flatten` lists the arrays of a tree as ``leaves``. `is_shardable` says whether a leaf is an
+#   array that can be sharded, and `sharding_of` returns its sharding or None.
+# * `mesh_in_trace` returns a mesh with the axis types that it has in the current trace, such as
+#   Manual in a ``shard_map``. `replace_spec` replaces the spec of a sharding, and `spec_axes`
+#   yields the mesh axes that a spec names.
+# * `check_specs` raises a TypeError for leaves that are no specs. `with_entries` returns a spec
+#   with other entries, and the same unreduced and reduced axes.
+# * `parameter_table` lists arrays with their specs and sizes, a row for each, and `device_bytes`
+#   sums the bytes of rows by the id of the device.
+# * `raise_if_any` raises an error with a line for each item, and does nothing without items.
 
 from __future__ import annotations
 
