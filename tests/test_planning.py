@@ -40,7 +40,7 @@ from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import fsdp, make_mesh, pipeline, replicated, tensor_parallel, zero1
 from nnx_sharding.planning import plan
 from nnx_sharding.planning.candidates import Arguments, Axes, Candidate, strategies_of
-from nnx_sharding.planning.memory import memory_of
+from nnx_sharding.planning.memory import memory_need
 from nnx_sharding.planning.plan import PlanningResult
 from nnx_sharding.planning.predictions import predict, products_of
 from nnx_sharding.planning.prepare import prepare
@@ -1046,7 +1046,7 @@ OF_A_CORE = "RESOURCE_EXHAUSTED: CompileTimeScopedVmemOom: Ran out of memory in 
     ],
 )
 def test_the_compilers_error_says_what_is_needed(error, memory):
-    found = memory_of(Failure(f"JaxRuntimeError: {error}"), arguments=7)
+    found = memory_need(Failure(f"JaxRuntimeError: {error}"), arguments=7)
     assert found == (None if memory is None else (*memory, True))
 
 

@@ -209,7 +209,8 @@ def _dividing(row: ParameterRow, unused: Mapping[str, int]) -> Iterator[str]:
 def _instead(row: ParameterRow, override: str) -> str:
     """Says what to write for another sharding of an array, and what that costs.
 
-    That of an array that is sharded is to replicate it, which is no improvement as such.
+    For a sharded array, the override replicates it. That is no improvement as such, because each
+    device then holds all of the array, so the text says "nothing" first.
 
     Args:
       row: the array.

@@ -3,13 +3,9 @@
 A new checkpoint is written next to an old one (``Draft``), and exchanged with it once it is
 complete. So an error, a full disk or the end of the process leaves the old checkpoint.
 
-From other modules: an `Operation` is work of all processes, which ends on all of them alike. At
-``operation.agree()``, each process waits for all others, and raises an error if one of them has
-failed. ``operation.agree(name=text)`` also raises an error if the texts differ among processes; a
-text may be a function that returns the text. ``operation.agree(value)`` also returns the value that
-the first process passes. ``operation.wait_for(function)`` calls a function that may wait for other
-processes, and raises the error of a process that fails meanwhile. ``operation.enter(context)``
-enters a context that ends with the operation. ``operation.is_first`` is True in one process.
+From other modules: an `Operation` is work of all processes, which ends on all of them alike; its
+class describes ``agree``, where processes meet, and ``wait_for``. ``operation.is_first`` is True in
+one process.
 
 A `NamedArray` has the array (``leaf``), its index in the flat list of arrays (``slot``), its keys
 in a checkpoint (``name``) and a path for messages. `without_reductions` returns a sharding without

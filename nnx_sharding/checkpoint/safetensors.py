@@ -11,13 +11,9 @@ A *region* of an array is a range of each of its dimensions. A *placement* says 
 tensor is which part of an array. So it also tells which elements of a region are in the tensor:
 *boxes*, ranges of each axis of the tensor.
 
-From other modules: an `Operation` is work of all processes, which ends on all of them alike. At
-``operation.agree()``, each process waits for all others, and raises an error if one of them has
-failed. ``operation.agree(name=text)`` also raises an error if the texts differ among processes; a
-text may be a function that returns the text. ``operation.agree(value)`` also returns the value that
-the first process passes. ``operation.wait_for(function)`` calls a function that may wait for other
-processes, and raises the error of a process that fails meanwhile. ``operation.enter(context)``
-enters a context that ends with the operation. ``operation.is_first`` is True in one process.
+From other modules: an `Operation` is work of all processes, which ends on all of them alike; its
+class describes ``agree``, where processes meet, and ``wait_for``. ``operation.is_first`` is True in
+one process.
 
 A `NamedArray` has the array (``leaf``) and its path. `place_arrays` moves arrays to shardings.
 `without_reductions` returns a sharding without unreduced and reduced axes. `fill_by_rules` returns

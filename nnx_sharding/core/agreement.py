@@ -82,9 +82,10 @@ class Operation:
       place: the file or folder that the operation uses, for messages.
       alone: whether this process does the operation without the others.
 
-    ``agree`` is used in two ways. ``agree()`` is a meeting point: it returns once all processes are
-    there. ``agree(path=text)`` also compares the text among processes. Both raise the error of a
-    process that has failed.
+    ``agree`` is used in three ways. ``agree()`` is a meeting point: it returns once all processes
+    are there. ``agree(path=text)`` also compares the text among processes. ``agree(value)`` also
+    returns the value that the first process passes. All raise the error of a process that has
+    failed, and so does ``wait_for(function)``, which calls a function that waits for others.
 
     Private attributes:
 

@@ -16,7 +16,7 @@ from ..analysis.units import read_bytes
 from ..report.comparison import Failure
 
 
-class Memory(NamedTuple):
+class MemoryNeed(NamedTuple):
     """The bytes that a program needs on each device."""
 
     arguments: int
@@ -29,7 +29,7 @@ class Memory(NamedTuple):
         return None if self.rest is None else self.arguments + self.rest
 
 
-def memory_of(report: ProgramReport | Failure, arguments: int) -> Memory | None:
+def memory_need(report: ProgramReport | Failure, arguments: int) -> MemoryNeed | None:
     """Returns the memory of a program; None if unknown, or if it failed for another reason.
 
     Args:
@@ -37,11 +37,11 @@ def memory_of(report: ProgramReport | Failure, arguments: int) -> Memory | None:
       arguments: the predicted bytes of the arguments, which count if there is no report.
     """
     if isinstance(report, Failure):
-        return _memory_of_refused(report.error, arguments) if lacks_memory(report) else None
+        return _memory_need_of_refused(report.error, arguments) if lacks_memory(report) else None
     memory = report.memory
     if memory is None or memory.peak is None or memory.arguments is None:
         return None
-    return Memory(memory.arguments, memory.peak - memory.arguments)
+    return MemoryNeed(memory.arguments, memory.peak - memory.arguments)
 
 
 def lacks_memory(failure: Failure) -> bool:
@@ -56,7 +56,7 @@ def lacks_memory(failure: Failure) -> bool:
 _OF_A_CORE = re.compile(r"CompileTimeScopedVmemOom|memory space [vs]mem\b")
 
 
-def _memory_of_refused(error: str, arguments: int) -> Memory:
+def _memory_need_of_refused(error: str, arguments: int) -> MemoryNeed:
     """Reads the memory of a program from the TPU compiler's error, which has one of two forms.
 
     If the error has neither form, ``rest`` is None. The temporaries of the first form do not
@@ -64,10 +64,10 @@ def _memory_of_refused(error: str, arguments: int) -> Memory:
     quarter of these temporaries, plus its arguments.
     """
     if temporaries := temporaries_needed(error):
-        return Memory(arguments, temporaries, is_refused=True)
+        return MemoryNeed(arguments, temporaries, is_refused=True)
     if used := _USED.search(error):  # the second form has the bytes of all arrays
-        return Memory(arguments, max(_bytes(used[1]) - arguments, 0), is_refused=True)
-    return Memory(arguments, is_refused=True)
+        return MemoryNeed(arguments, max(_bytes(used[1]) - arguments, 0), is_refused=True)
+    return MemoryNeed(arguments, is_refused=True)
 
 
 def temporaries_needed(error: str) -> int | None:

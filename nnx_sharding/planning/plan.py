@@ -24,7 +24,7 @@ From other modules: `prepare` does step 1, and returns the `Search`. `compile_al
 programs that `Search.pick` chooses, and returns a `Comparison` of their reports. `Comparison.fits`
 returns None if the memory of a program is unknown, and ``fitting`` lists the names of the programs
 that fit, in the order of ``reports``. The ``compiled`` of a `Comparison` has the reports without
-the failures. `Search.memory_of` returns None if the memory is unknown. `is_of_compiler` tells
+the failures. `Search.memory_need` returns None if the memory is unknown. `is_of_compiler` tells
 errors of the compiler from errors of the step. `Runner.of` makes a candidate ready to run,
 `run_in_rounds` runs candidates, and `medians` returns (median seconds, failures) by name.
 """
@@ -542,8 +542,8 @@ def _rank(name: str, comparison: Comparison, search: Search) -> tuple[Any, ...]:
     """
     figures = comparison.figures.get(name, {})
     if not comparison.fits(name):
-        # `memory_of` also knows the memory of programs that the compiler refused.
-        memory = search.memory_of(name, comparison.reports)
+        # `memory_need` also knows the memory of programs that the compiler refused.
+        memory = search.memory_need(name, comparison.reports)
         return (True, math.inf if memory is None or memory.peak is None else memory.peak)
     rows = search.entries[name].candidate.rows if search.maximize else 0
     ranking = (figures[column] for column in _RANKED_BY)

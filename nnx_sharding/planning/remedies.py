@@ -8,7 +8,7 @@ arguments alone, and say so.
 
 From other modules: a `Variant` is the step with values of options (``chosen``).
 `Search.arguments_of` predicts the bytes of a candidate's arguments on each device, or returns
-infinity if the strategy fails. `Search.memory_of` returns the bytes of a compiled candidate, or
+infinity if the strategy fails. `Search.memory_need` returns the bytes of a compiled candidate, or
 None. `Needs` has a candidate and its bytes: ``arguments``, and ``rest``, which is None if unknown.
 The name of a strategy is a name for the batch and styles for layers, such as ``fsdp + tensor``
 (`split_name`).
@@ -78,7 +78,7 @@ def _candidate_with_least(
     """Finds the candidate that needs least, by the compiled programs, or without them by shapes."""
     needs = []
     for name in reports:
-        if memory := search.memory_of(name, reports):
+        if memory := search.memory_need(name, reports):
             entry = search.entries[name]
             needs.append(Needs(entry.candidate, entry.variant, memory))
 

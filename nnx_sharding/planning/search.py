@@ -16,7 +16,7 @@ Communication that compute does not hide is *exposed*.
 From other modules: a `Comparison` has the reports of the programs that were compiled. ``fitting``
 lists the names of the programs that fit into memory, in the order of the reports. ``figures`` has
 the figures of each program by column, and the column ``roofline`` is the estimated time of a step.
-`Arguments.with_rows` returns the arguments with another batch. `memory_of` returns None if the
+`Arguments.with_rows` returns the arguments with another batch. `memory_need` returns None if the
 memory of a program is unknown. Candidates with an equal `Prediction.key` shard everything alike.
 `Prediction.seconds` returns the time of each resource by its name. `products_of` returns None if
 the step cannot be traced for one device. `chains` returns the calls of a strategy by the text of
@@ -48,7 +48,7 @@ from ..report.compiling import Lower
 from ..report.strategies import Strategy, lowered
 from ..transforms.jit import jit
 from .candidates import Arguments, Axes, Candidate, batch_spec, chains, split_name
-from .memory import Memory, memory_of
+from .memory import MemoryNeed, memory_need
 from .predictions import Prediction, Products, predict, products_of
 from .variants import Variant, with_less_memory, with_prefetch
 
@@ -81,7 +81,7 @@ class Needs(NamedTuple):
 
     candidate: Candidate
     variant: Variant
-    memory: Memory  # predicted bytes, with ``rest`` None, if the candidate was not compiled
+    memory: MemoryNeed  # predicted bytes, with ``rest`` None, if the candidate was not compiled
 
 
 @dataclasses.dataclass
@@ -178,7 +178,7 @@ class Search:
             # A candidate that does not fit counts, too, because `remedies` starts from the one that
             # needs least.
             if self.smallest is None or prediction.arguments < self.smallest.memory.arguments:
-                self.smallest = Needs(candidate, variant, Memory(prediction.arguments))
+                self.smallest = Needs(candidate, variant, MemoryNeed(prediction.arguments))
             # Equal shardings of equal steps compile to equal programs.
             program = (variant.text, candidate.rows, prediction.key)
             first_name = self._first_of.setdefault(program, candidate.name)
@@ -397,12 +397,14 @@ class Search:
         for name in comparison.reports:
             # `add` rules out candidates whose arguments do not fit, so here the activations do not
             # fit, and a variant with fewer activations may.
-            if self.memory_of(name, comparison.reports) and self._claim_variation(name):
+            if self.memory_need(name, comparison.reports) and self._claim_variation(name):
                 entry = self.entries[name]
                 rows = entry.candidate.rows
                 self._add_variants(entry, with_less_memory(entry.variant, rows))
 
-    def memory_of(self, name: str, reports: Mapping[str, ProgramReport | Failure]) -> Memory | None:
+    def memory_need(
+        self, name: str, reports: Mapping[str, ProgramReport | Failure]
+    ) -> MemoryNeed | None:
         """Returns the memory of a candidate by its report, or by the error of the compiler.
 
         Returns None if the memory is unknown, if the candidate was not compiled, or if it failed
@@ -410,7 +412,7 @@ class Search:
         """
         if name not in reports:
             return None
-        return memory_of(reports[name], self.entries[name].prediction.arguments)
+        return memory_need(reports[name], self.entries[name].prediction.arguments)
 
     def _add_prefetch(self, comparison: Comparison) -> None:
         """Adds the best candidate that fits with ``prefetch``, if its step waits for communication.
@@ -650,7 +652,7 @@ class _Corrections:
         shares: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
         for name, report in reports.items():
             entry = entries[name]
-            memory = memory_of(report, entry.prediction.arguments)
+            memory = memory_need(report, entry.prediction.arguments)
             if memory is not None and memory.rest is not None:
                 variant = entry.variant.name
                 self._bytes[variant] = min(self._bytes.get(variant, memory.rest), memory.rest)

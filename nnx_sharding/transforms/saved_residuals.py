@@ -106,9 +106,10 @@ def saved_residuals(
 
 
 def _typed(leaf: Any) -> Any:
-    """Returns the abstract form of a leaf, with the sharding that is part of its type, if any is.
+    """Returns the abstract form of a leaf, with its sharding if the sharding is part of its type.
 
-    That is, on meshes with Explicit axes: what is computed from it then has one, too.
+    Shardings are parts of types on meshes with Explicit axes. All that the trace computes from such
+    a leaf then has a sharding in its type, too, which says the bytes on each device.
     """
     sharding = getattr(jax.typeof(leaf), "sharding", None) if isinstance(leaf, jax.Array) else None
     if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
