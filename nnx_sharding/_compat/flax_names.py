@@ -1,20 +1,24 @@
 """Nodes, Variables and modes of Flax.
 
-A *node* is a module or another object that Flax registers as a part of graphs. Its attributes are
-its *items*: by *keys* in the order in which Flax flattens them, by *names* in its ``__dict__``. The
-*statuses* of a module say which of its attributes are data. What all nodes of one class with the
-same names and statuses have in common is their *form* (:class:`NodeForm`).
+A *node* is a module or another object that Flax registers as a part of graphs. Each attribute of a
+node has a *key*, by which Flax knows it, and a *name* in the ``__dict__``. The two differ only in
+an ``nnx.List``, whose first item has the key 0 and the name ``"0"``. Flax flattens the attributes
+of a module in the order of their sorted keys.
 
-Statuses are a mapping that cannot change: its ``update`` returns a new one. A *mark* is the value
-that it has for one name: True for data, False for static. A module also has a *state*, with the
-trace that it belongs to and how far it is set up. Statuses and state are attributes themselves,
-with the names `STATUSES` and `STATE`. A *tag* is an object that :func:`tag_node` attaches to
-statuses; it is no part of a form.
+Two attributes of a module are Flax's own records:
+
+    statuses (``STATUSES``)   which attributes are data: a mapping from names to *marks*, which are
+                              True for data and False for static. The mapping cannot change, and its
+                              ``update`` returns a new one
+    state (``STATE``)         the trace that the module belongs to, and how far it is set up
+
+All nodes of one class with the same names and statuses have one *form* (:class:`NodeForm`). A *tag*
+is an object that :func:`tag_node` attaches to statuses; it is no part of a form.
 
 A *hijax* Variable (``hijax=True``) is a value of JAX. It holds a plain Variable, flattened: a
 treedef and a tuple of leaves. In a trace it is a tracer, with the methods of Variables.
 
-Values are read and written past the hooks and checks of Flax, by the descriptors of its slots.
+Values are read and written by the descriptors of Flax's slots, past its hooks and checks.
 """
 
 from __future__ import annotations
@@ -53,15 +57,16 @@ CAPTURES = "__captures__"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NodeForm:
-    """What nodes of one type have in common that have the same names and data.
+    """What nodes of one class with the same names and statuses have in common.
 
     Attributes:
       keys: the keys of the attributes, in the order in which Flax flattens them.
-      is_data: by key, whether the attribute is data; None if it depends on the value.
+      is_data: for each key, whether the attribute is data; None if it depends on the value.
       metadata: everything else about the nodes, hashable.
       names: the names of the attributes, in the order of the ``__dict__``.
-      order: by key, the position among the names.
-      pick: takes the values in the order of ``names``, and returns them in the order of ``keys``.
+      order: for each key, the position of its value in the ``__dict__``.
+      in_key_order: takes the values in the order of ``names``, and returns them in that of
+        ``keys``.
       statuses: one object that stands for the equal statuses of all these nodes; None if there are
         other marks than flags in them, or if the nodes have no statuses.
     """
@@ -71,71 +76,74 @@ class NodeForm:
     metadata: Any
     names: tuple[str, ...]
     order: tuple[int, ...]
-    pick: Callable[[Sequence[Any]], Iterable[Any]]
+    in_key_order: Callable[[Sequence[Any]], Iterable[Any]]
     statuses: Any = None
 
     @functools.cached_property
     def is_static(self) -> tuple[bool, ...]:
         """Whether the value under each key is static in any case."""
-        return tuple(x is False for x in self.is_data)
+        return tuple(is_data is False for is_data in self.is_data)
 
     @functools.cached_property
-    def others(self) -> tuple[int, ...]:
+    def may_be_data(self) -> tuple[int, ...]:
         """The positions of the keys whose values are data, or may be."""
-        return tuple(i for i, static in enumerate(self.is_static) if not static)
+        return tuple(i for i, is_static in enumerate(self.is_static) if not is_static)
 
 
 class NodeItems(NamedTuple):
     """The attributes of a node."""
 
     form: NodeForm
-    values: Sequence[Any]  # by key
-    in_dict: Sequence[Any] | None  # by name; None if the ``__dict__`` has other attributes
+    values: Sequence[Any]  # in the order of ``form.keys``
+    # The values in the order of ``form.names``; None if the ``__dict__`` has other attributes.
+    dict_values: Sequence[Any] | None
 
 
 def node_items(node: Node, forms: dict[Any, NodeForm], no_tracers: set[type] | None) -> NodeItems:
-    """Returns the attributes of a node. Tracers of ended traces among them become abstract.
+    """Returns the attributes of a node; abstract arrays replace tracers of ended traces.
+
+    In a trace, this marks traced arrays in the node's attributes as data.
 
     Args:
-      node: the node. In a trace, traced arrays in its attributes are marked as data.
+      node: the node.
       forms: the forms that were met while this model is flattened; new ones are added.
-      no_tracers: types that are known not to be those of tracers, since to ask takes a third of a
-        microsecond; new ones are added. None while a trace runs: tracers are valid there.
+      no_tracers: types that are known not to be those of tracers; new ones are added, because
+        asking takes a third of a microsecond. None within a trace, because tracers are valid there.
     """
     # In a trace, arrays are marked before the node is read, because this changes its statuses.
     if no_tracers is None:
         _adopt_tracers(node)
         return _items_by_form(node, forms)
     items = _items_by_form(node, forms)
-    for kind in {*map(type, items.values)} - no_tracers:
-        if issubclass(kind, jax.core.Tracer):
-            # Tracers of all types, so no other kind has to be looked at.
+    for value_type in {*map(type, items.values)} - no_tracers:
+        if issubclass(value_type, jax.core.Tracer):
+            # The list has tracers of all types, so no further type has to be looked at.
             leaked = [i for i, x in enumerate(items.values) if isinstance(x, jax.core.Tracer)]
             return _abstracted(items, leaked)
-        no_tracers.add(kind)
+        no_tracers.add(value_type)
     return items
 
 
 def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
-    """Reads a node by a known form, many times as fast as Flax; adds a form if there is none.
+    """Returns the attributes of a node, with the form that other nodes of its kind have as well.
 
-    Nodes of one form have the same class, names of attributes, and marks of which are data. Nearly
-    all of them keep their attributes in the ``__dict__``, so a form only has to put these values in
-    the order of the keys.
+    Nearly all nodes keep their attributes in the ``__dict__``. By a known form, these values only
+    have to be put in the order of the keys, which is many times as fast as Flax. A node of an
+    unknown form is read by Flax, and its form is added to ``forms`` or ``_FORMS``.
 
     Args:
       node: the node.
-      forms: the forms that only this walk uses. Those that hold no objects of the user are in
-        ``_FORMS`` instead, for all walks. A new form is added to one of the two.
+      forms: the forms that only this walk uses. A form that holds no objects of the user is in
+        ``_FORMS`` instead, which all walks use.
     """
     # Whether all attributes are in the `__dict__`. Otherwise Flax has to read the node each time.
     is_plain = is_plain_pytree(node)
     attributes = get_dict(node) if is_plain else {}
-    names, in_dict = tuple(attributes), list(attributes.values())
+    names, dict_values = tuple(attributes), list(attributes.values())
     # A form does not depend on the tag that `tag_node` attaches to statuses.
     statuses = _untagged(getattr(node, STATUSES, {}))
-    # Name → mark: True for data, False for static, or what a user puts there. It is the dict in
-    # Flax's mapping, whose own iterator is slow.
+    # By name: the mark, which is True for data, False for static, or what a user puts there. This
+    # is the dict in Flax's mapping, because the iterator of the mapping is slow.
     mark_of: dict[str, Any] = getattr(statuses, "_mapping", statuses)
     marks = tuple(mark_of.values())
     # The key is one flat tuple, because a nested one takes longer to hash; None ends the names. The
@@ -143,18 +151,18 @@ def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
     key = (type(node), *names, None, *mark_of, *marks, *set(map(type, marks)))
     form = (forms.get(key) or _FORMS.get(key)) if is_plain else None
     if form is not None:
-        values = list(form.pick(in_dict))  # by name → by key
+        values = list(form.in_key_order(dict_values))
         if form.statuses is not None:
             # Each node has its own equal statuses. With one object for all, `==` of structures
             # finds them identical and does not compare their marks.
             values[form.keys.index(STATUSES)] = form.statuses
-        return NodeItems(form, values, in_dict)
+        return NodeItems(form, values, dict_values)
     has_only_flags = type(statuses) is HashableMapping and all(type(x) is bool for x in marks)
     shared_statuses = statuses if has_only_flags else None
-    items = _read_items(node, names, in_dict if is_plain else None, shared_statuses)
-    # A form reads values from the `__dict__`. If Flax shows a node with other attributes than those
-    # in its `__dict__`, then `items.in_dict` is None, and the node gets no form.
-    if items.in_dict is not None:
+    items = _read_items(node, names, dict_values if is_plain else None, shared_statuses)
+    # A form reads values from the `__dict__`. If Flax shows other attributes than those in the
+    # `__dict__`, then `items.dict_values` is None, and the form is not used again.
+    if items.dict_values is not None:
         # Marks other than flags may be objects of the user, which `_FORMS` must not keep alive.
         is_kept = has_only_flags and len(_FORMS) < _MAX_FORMS
         known_forms = _FORMS if is_kept else forms
@@ -163,74 +171,84 @@ def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
 
 
 def _read_items(
-    node: Node, names: tuple[str, ...], in_dict: list[Any] | None, statuses: object
+    node: Node, names: tuple[str, ...], dict_values: list[Any] | None, statuses: object
 ) -> NodeItems:
-    """Reads a node as Flax flattens it, and makes its form.
+    """Returns the attributes of a node as Flax flattens it, with a new form.
 
     A module with ``self.b = nnx.Param(x); self.a = 1`` has the names ``("b", "a")``. Flax sorts
-    them, so its keys are ``("a", "b")``, and the order of its form is ``(1, 0)``.
+    them, so the keys are ``("a", "b")``, and the order of the form is ``(1, 0)``.
 
     Args:
       node: the node.
-      names: of the attributes in its ``__dict__``.
-      in_dict: their values; None if the node may have other attributes.
-      statuses: the object that all nodes of its form share; None if they do not.
+      names: the names of the attributes in the ``__dict__``.
+      dict_values: the values of these attributes; None if the node may have other attributes.
+      statuses: the object that all nodes of the form share as their statuses; None if each node
+        has its own.
 
     Returns:
-      The attributes, in which ``in_dict`` is None also if Flax sees others than these. The form is
-      then for this node alone.
+      The attributes. ``dict_values`` in these is None if Flax shows other attributes than the
+      ``__dict__``. The form is then for this node alone.
     """
     flattened, metadata = graphlib.get_node_impl(node).flatten(node)  # type: ignore[union-attr]
-    pairs = list(flattened)
-    # Flax wraps values that are data, or static, in any case. It does not wrap the others: whether
-    # they are data depends on the value, and `is_data` is None.
-    data_of_wrapper = {graphlib.DataElem: True, graphlib.StaticElem: False}
-    keys = tuple(key for key, _ in pairs)
-    values = [_untagged(x.value if type(x) in data_of_wrapper else x) for _, x in pairs]
-    positions = None if in_dict is None else _positions_in_dict(keys, values, names, in_dict)
+    # Flax wraps a value that is data, or static, in any case. It does not wrap other values,
+    # because the value itself then decides, and `is_data` is None.
+    is_data_by_wrapper = {graphlib.DataElem: True, graphlib.StaticElem: False}
+    keys: list[Any] = []
+    values: list[Any] = []
+    is_data: list[bool | None] = []
+    for key, value in flattened:
+        is_wrapped = type(value) in is_data_by_wrapper
+        keys.append(key)
+        values.append(_untagged(value.value if is_wrapped else value))
+        is_data.append(is_data_by_wrapper.get(type(value)))
+    positions = None
+    if dict_values is not None:
+        positions = _positions_in_dict(keys, values, names, dict_values)
     # Without positions, no other node is read by this form, and its order has no effect.
     order = tuple(range(len(keys))) if positions is None else positions
     form = NodeForm(
-        keys=keys,
-        is_data=tuple(data_of_wrapper.get(type(x)) for _, x in pairs),  # True, False or None
+        keys=tuple(keys),
+        is_data=tuple(is_data),
         metadata=metadata,
         names=names,
         order=order,
-        # For one position, an itemgetter would not give a sequence.
-        pick=operator.itemgetter(*order) if len(order) > 1 else list,
+        # For one position, an itemgetter would return the value itself. ``list`` returns a list.
+        in_key_order=operator.itemgetter(*order) if len(order) > 1 else list,
         statuses=statuses if STATUSES in keys else None,
     )
-    return NodeItems(form, values, None if positions is None else in_dict)
+    return NodeItems(form, values, None if positions is None else dict_values)
 
 
 def _positions_in_dict(
-    keys: Sequence[Any], values: Sequence[Any], names: Sequence[str], in_dict: Sequence[Any]
+    keys: Sequence[Any], values: Sequence[Any], names: Sequence[str], dict_values: Sequence[Any]
 ) -> tuple[int, ...] | None:
-    """Returns the position of each key's value in a ``__dict__``: of (b, a) in (a, b), (1, 0).
+    """Returns for each key the position of its value in a ``__dict__``; None if they do not agree.
 
-    Returns None if what Flax sees is not what is there: a class may add attributes, or hide some.
+    For the keys ``("b", "a")`` and the names ``("a", "b")``, the result is ``(1, 0)``. Flax and the
+    ``__dict__`` do not agree if the class of a node adds attributes or hides some.
 
     Args:
-      keys: the attributes as Flax flattens the node: names, or numbers for those of an
-        ``nnx.List``, which are ``"0"``, ``"1"``… in the ``__dict__``.
-      values: their values; statuses without the tag of :func:`tag_node`.
-      names: the attributes in the ``__dict__``.
-      in_dict: their values.
+      keys: the keys of the attributes as Flax flattens the node.
+      values: the values as Flax flattens the node; statuses are without the tag of
+        :func:`tag_node`.
+      names: the names in the ``__dict__``.
+      dict_values: the values in the ``__dict__``.
     """
     position_of = {name: position for position, name in enumerate(names)}
-    positions = tuple(position_of.get(str(key), -1) for key in keys)
+    positions = tuple(position_of.get(str(key), -1) for key in keys)  # -1: not in the `__dict__`
     if sorted(positions) != list(range(len(names))):
         return None
     for key, value, position in zip(keys, values, positions, strict=True):
-        in_place = in_dict[position]
+        dict_value = dict_values[position]
         # Statuses without their tag are a new object, so only these are compared by value.
-        is_same = _untagged(in_place) == value if key == STATUSES else in_place is value
+        is_same = _untagged(dict_value) == value if key == STATUSES else dict_value is value
         if not is_same:
             return None
     return positions
 
 
-# Forms that hold nothing but names and flags. Flax keeps the classes of all nodes, too.
+# The forms that all walks use. They hold nothing but names, flags and classes, and Flax keeps the
+# classes of all nodes alive anyway.
 _FORMS: dict[Any, NodeForm] = {}
 _MAX_FORMS = 4096
 
@@ -238,8 +256,8 @@ _MAX_FORMS = 4096
 class _Tagged(HashableMapping[Any, Any]):
     """The statuses of a node with a tag; they have the same items and hash as without it.
 
-    Structures compare statuses. So tagging a node is no change of it: tagged and untagged statuses
-    are equal. Nodes with two different tags are different.
+    Structures compare statuses. Tagged and untagged statuses are equal, so that tagging a node does
+    not count as a change of the node. Statuses with two different tags are not equal.
     """
 
     def __init__(self, mapping: Any, tag: Any):
@@ -247,8 +265,8 @@ class _Tagged(HashableMapping[Any, Any]):
         self.tag = tag
 
     def __eq__(self, other: object) -> bool:
-        same = not isinstance(other, _Tagged) or self.tag == other.tag
-        return same and bool(super().__eq__(other))
+        has_other_tag = isinstance(other, _Tagged) and self.tag != other.tag
+        return not has_other_tag and bool(super().__eq__(other))
 
     __hash__ = HashableMapping.__hash__
 
@@ -283,32 +301,36 @@ def tag_of(node: Node) -> Any:
 
 
 def _abstracted(items: NodeItems, leaked: Sequence[int]) -> NodeItems:
-    """Returns the attributes of a node with abstract arrays in place of tracers; refs stay.
+    """Returns the attributes of a node with abstract arrays instead of tracers; refs stay.
 
-    A function stored the tracers in the node, and its trace is over. Where a tracer was static, as
-    everything is that Flax has not seen as an array, the array is marked as data.
+    A function stored the tracers in the node, and its trace is over. If Flax has the attribute of a
+    tracer as static, the result has it as data, because an abstract array is data.
 
     Args:
       items: the attributes.
-      leaked: the indices of the tracers among the values.
+      leaked: the positions of the tracers among the values.
     """
     form, values, is_data = items.form, list(items.values), list(items.form.is_data)
-    marks: dict[str, bool] = {}  # name → True, for Flax's record of which attributes are data
-    for index in leaked:
-        if isinstance(values[index], jax.Array):  # not a jax.Ref
-            values[index] = _shape_of(values[index])
-            # None means that Flax decides by the value, and it sees that an array is data.
-            if is_data[index] is False:
-                is_data[index] = True
-                marks[str(form.keys[index])] = True
-    if marks:  # Flax knew something to be static, so there are statuses
-        position = form.keys.index(STATUSES)
-        values[position] = values[position].update(marks)  # returns a new mapping
-    return NodeItems(dataclasses.replace(form, is_data=tuple(is_data)), values, in_dict=None)
+    new_marks: dict[str, bool] = {}  # by name: True, for the statuses
+    for position in leaked:
+        if not isinstance(values[position], jax.Array):  # a jax.Ref
+            continue
+        values[position] = _abstract_array(values[position])
+        # None means that Flax decides by the value, and it sees that an array is data.
+        if is_data[position] is False:
+            is_data[position] = True
+            new_marks[str(form.keys[position])] = True
+    if new_marks:  # an attribute was marked as static, so the node has statuses
+        statuses_position = form.keys.index(STATUSES)
+        # `update` returns a new mapping, so the statuses of the node itself do not change.
+        values[statuses_position] = values[statuses_position].update(new_marks)
+    new_form = dataclasses.replace(form, is_data=tuple(is_data))
+    # ``dict_values`` is None because the ``__dict__`` still has the tracers.
+    return NodeItems(new_form, values, dict_values=None)
 
 
-def _shape_of(tracer: jax.Array) -> jax.ShapeDtypeStruct:
-    """Returns the shape, dtype and sharding of a tracer, as from ``jax.eval_shape``."""
+def _abstract_array(tracer: jax.Array) -> jax.ShapeDtypeStruct:
+    """Returns an abstract array with the shape, dtype and sharding of a tracer."""
     aval: Any = jax.typeof(tracer)
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
@@ -320,9 +342,10 @@ def mapping_items(mapping: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _adopt_tracers(node: Node) -> None:
-    """Marks traced arrays in attributes as data, or Flax would keep and leak them as static.
+    """Marks traced arrays in attributes as data, because Flax would keep and leak static ones.
 
-    Only modules that are pytrees have such marks: of others, Flax decides by the value.
+    A node without statuses, or whose class is no pytree, is left alone, because Flax then decides
+    by the values.
     """
     statuses = getattr(node, STATUSES, None)  # name → whether the attribute is data
     if statuses is None or not is_pytree_type(type(node)):
@@ -343,19 +366,22 @@ def is_plain_pytree(node: object) -> bool:
     Its attributes can then be read without Flax. A node of any other type is read by the function
     with which its type was registered.
     """
-    kind = type(node)
-    is_plain = _HAS_PLAIN_DICT.get(kind)
-    if is_plain is None:
-        # A class may define ``__dict__`` itself, as a property for example.
-        descriptors = (vars(cls)["__dict__"] for cls in kind.__mro__ if "__dict__" in vars(cls))
-        is_default = isinstance(next(descriptors, None), types.GetSetDescriptorType)
-        is_plain = _HAS_PLAIN_DICT[kind] = nnx.Pytree in kind.__mro__ and is_default
+    node_type = type(node)
+    is_plain_type = _IS_PLAIN_TYPE.get(node_type)
+    if is_plain_type is None:
+        # A class may define ``__dict__`` itself, as a property for example. The first class in the
+        # order of inheritance that has a descriptor for it decides.
+        owners = (cls for cls in node_type.__mro__ if "__dict__" in vars(cls))
+        owner = next(owners, object)
+        is_default = isinstance(vars(owner).get("__dict__"), types.GetSetDescriptorType)
+        is_plain_type = nnx.Pytree in node_type.__mro__ and is_default
+        _IS_PLAIN_TYPE[node_type] = is_plain_type
     # A `__getattribute__` of the class may show another dict, which `vars` then returns.
-    return is_plain and vars(node) is get_dict(node)
+    return is_plain_type and vars(node) is get_dict(node)
 
 
-# Whether nodes of a class have Python's own ``__dict__``, for each class that was asked for.
-_HAS_PLAIN_DICT: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+# Whether a class is an ``nnx.Pytree`` whose objects have Python's own ``__dict__``, by class.
+_IS_PLAIN_TYPE: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def get_dict(node: object) -> dict[str, Any]:
@@ -371,13 +397,13 @@ def is_pytree_type(node_type: type) -> bool:
 
 # The attributes of a module class that Flax makes from its other ones.
 DERIVED_FROM_CLASS = ("_pytree__is_pytree", "_pytree__nodes")
-# The flags in the state of a node while it is set up: a pytree without leaves, but not constant.
+# The slots of the two flags in a node's state, which say how far the node is set up.
 initializing: Any = private_name("flax.nnx.pytreelib", "PytreeState._initializing")
 is_setup: Any = private_name("flax.nnx.pytreelib", "PytreeState._is_setup")
 
 
 def node_flags_of(attributes: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the flags of the node state among some attributes; none without a state."""
+    """Returns the flags of the node state among some attributes; () if there is no state."""
     state = attributes.get(STATE)
     return node_flags(state) if is_node_state(state) else ()
 
@@ -411,35 +437,36 @@ def node_operations(
     removed: Sequence[Any],
     all_attributes: Callable[[], list[tuple[Any, Any]]],
 ) -> list[Operation]:
-    """Returns the operations that change the attributes of a node; none is run here.
+    """Returns the operations that change the attributes of a node; runs none of them.
 
-    An operation is a tuple of a function and its arguments. All operations of an update run one
-    after the other, in C unless the node is no ``nnx.Pytree``, so that no signal interrupts it.
+    An operation is a tuple of a function and its arguments. The operations for an ``nnx.Pytree``
+    run in C, so that no signal can come between them. Those for any other node are Flax's own.
 
     Args:
       node: the node.
-      changed: the keys and values of its new or changed attributes. A key is a name, or a number in
-        an ``nnx.List``, whose ``__dict__`` has the name ``"0"`` for 0.
+      changed: the keys and values of new or changed attributes.
       removed: the keys of attributes to be removed.
       all_attributes: makes all keys and values, for node types that can only be rewritten.
     """
     if not isinstance(node, nnx.Pytree):
         impl = _GRAPH_NODE_TYPES[type(node)]
         return [(impl.clear, node), (impl.init, node, all_attributes())]
-    attributes = vars(node)  # past the ``__setattr__`` of modules, which may raise
-    operations: list[Operation] = [(dict.pop, attributes, str(key), None) for key in removed]
-    # The state has the trace to which the node belongs, and that does not change.
-    values = {str(key): value for key, value in changed if key != STATE}
+    # The ``__dict__`` is changed directly, because the ``__setattr__`` of modules may raise.
+    attributes = vars(node)
+    removals: list[Operation] = [(dict.pop, attributes, str(key), None) for key in removed]
+    # The state stays, because it has the trace to which the node belongs.
+    new_values = {str(key): value for key, value in changed if key != STATE}
     # An array may replace a tracer of a trace that is over. `node_items` has shown that tracer as
     # data, but the statuses of the node may still say that the attribute is static.
-    leaked = [key for key in values if isinstance(attributes.get(key), jax.core.Tracer)]
+    leaked = [name for name in new_values if isinstance(attributes.get(name), jax.core.Tracer)]
     if leaked and STATUSES in attributes:
-        new_statuses = attributes[STATUSES].update(dict.fromkeys(leaked, True))  # a new mapping
-        values.setdefault(STATUSES, new_statuses)
-    return [*operations, (dict.update, attributes, values)]
+        new_marks = dict.fromkeys(leaked, True)
+        # `setdefault` keeps statuses that are among the changed attributes.
+        new_values.setdefault(STATUSES, attributes[STATUSES].update(new_marks))
+    return [*removals, (dict.update, attributes, new_values)]
 
 
-# Without this, `nnx.cached_partial` has no cache.
+# None if this release of Flax has no such context; `leave_static_cache` then does nothing.
 _graph_context: Any = private_name("flax.nnx.graphlib", "GRAPH_CONTEXT", optional=True)
 
 
@@ -454,10 +481,11 @@ def is_variable(x: object) -> TypeGuard[nnx.Variable[Any]]:
 
 
 def is_any_variable(x: object) -> TypeGuard[nnx.Variable[Any]]:
-    """Whether ``x`` is a Variable of any kind: ``isinstance``, which runs Python code of Flax."""
-    return nnx.Variable in type(x).__mro__ or (
-        type(x) is not ArrayImpl and isinstance(x, nnx.Variable)
-    )
+    """Whether ``x`` is a Variable of any kind, plain, hijax or traced."""
+    if nnx.Variable in type(x).__mro__:
+        return True
+    # `isinstance` runs Python code of Flax, so it is not called for the many arrays.
+    return type(x) is not ArrayImpl and isinstance(x, nnx.Variable)
 
 
 def is_graph_object(x: object) -> bool:
@@ -467,25 +495,27 @@ def is_graph_object(x: object) -> bool:
 
 def holds_arrays(x: object) -> bool:
     """Whether a graph object is a Variable, or a node that holds Variables or arrays."""
-    kinds = (nnx.Variable, jax.Array, jax.ShapeDtypeStruct, np.ndarray)
-    # In tree mode, Flax would walk through data only.
-    parts = iter_graph(x) if is_node(x) else [((), x)]
-    return any(isinstance(part, kinds) for _, part in parts)
+    array_types = (nnx.Variable, jax.Array, jax.ShapeDtypeStruct, np.ndarray)
+    # `iter_graph` also yields what is in static attributes. In tree mode, Flax's own function would
+    # walk through data only.
+    parts = (part for _, part in iter_graph(x)) if is_node(x) else iter([x])
+    return any(isinstance(part, array_types) for part in parts)
 
 
 def iter_graph(root: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yields each part of a graph after its path, as ``nnx.iter_graph(root, graph=True)`` does.
+    """Yields a pair (path, part) for each part of a graph, as ``nnx.iter_graph`` in graph mode.
 
-    Flax takes all subclasses of tuple for pytrees, and fails for those that JAX takes for leaves
-    (``class Size(tuple)``). They are leaves here.
+    Unlike there, a subclass of tuple that JAX takes for a leaf (``class Size(tuple)``) is a leaf
+    here. Flax takes it for a pytree, and fails.
     """
-    seen: set[int] = set()
+    seen: set[int] = set()  # the ids of nodes and containers
     # The parts that are still to be yielded, the next one last.
     stack: list[tuple[tuple[Any, ...], Any]] = [((), root)]
     while stack:
         path, part = stack.pop()
-        impl = graphlib.get_node_impl(part)
-        if impl is not None and (is_node(part) or not jax.tree_util.all_leaves([part])):
+        impl = graphlib.get_node_impl(part)  # None for what Flax takes for a leaf
+        has_children = is_node(part) or not jax.tree_util.all_leaves([part])
+        if impl is not None and has_children:
             if id(part) in seen:  # shared, or in a cycle
                 continue
             seen.add(id(part))
@@ -498,6 +528,7 @@ def is_plain_array(x: Any) -> bool:
     """Whether ``x`` is an array of JAX, concrete or traced, and neither a ref nor a Variable."""
     if type(x) is ArrayImpl:
         return True
+    # The type of a traced ref or hijax Variable is of another class.
     return issubclass(type(x), jax.core.Tracer) and type(x.aval) is jax.core.ShapedArray
 
 
@@ -534,9 +565,9 @@ def variable_operations(
 ) -> list[Operation]:
     """Returns the operations that give a Variable a value, and metadata unless they are None.
 
-    An operation is a tuple of a function and its arguments; the caller runs all operations later.
-    They run no Python code, in which a signal could interrupt an update, except where the Variable
-    is a traced one made with ``hijax=True``.
+    An operation is a tuple of a function and its arguments. The caller runs all operations later,
+    in C, so that no signal can come between them. Only a traced hijax Variable is changed by Python
+    code.
 
     Args:
       variable: the Variable, plain or hijax.
@@ -544,8 +575,8 @@ def variable_operations(
       metadata: its new metadata; None to keep the present metadata.
     """
     if is_concrete_hijax(variable):
-        # A hijax Variable holds a plain Variable, flattened, so an updated plain Variable is
-        # flattened into it.
+        # A hijax Variable holds a plain Variable, flattened. So an updated plain Variable is made,
+        # and flattened.
         plain, treedef = plain_variable(variable), get_treedef(variable)
         updated = new_variable(type(plain), get_metadata(plain) if metadata is None else metadata)
         set_value(updated, value)
@@ -556,18 +587,22 @@ def variable_operations(
         if metadata is not None or new_treedef != treedef:
             operations.append((set_treedef, variable, new_treedef))
         return operations
-    if is_variable(variable):  # a plain one
-        operations = [(set_value, variable, value), (set_metadata, variable, metadata)]
-    else:  # a tracer of one made with `hijax=True`
-        operations = [(variable.set_raw_value, value), (variable.set_metadata, metadata)]
-    return operations if metadata is not None else operations[:1]  # the first sets the value
+    if is_variable(variable):
+        operations = [(set_value, variable, value)]
+        if metadata is not None:
+            operations.append((set_metadata, variable, metadata))
+    else:  # a tracer of a hijax Variable
+        operations = [(variable.set_raw_value, value)]
+        if metadata is not None:
+            operations.append((variable.set_metadata, metadata))
+    return operations
 
 
 class PrefixState(NamedTuple):
     """What ``nnx.prefix(..., graph=True)`` returns."""
 
-    function: Any  # the user's: of a path and a value, returns a spec
-    specs: Any  # a State of what it has returned
+    function: Any  # the user's function of a path and a value, which returns a spec
+    specs: Any  # an ``nnx.State`` of the specs that the function has returned
 
 
 def prefix_state(x: Any) -> PrefixState | None:
@@ -578,7 +613,14 @@ def prefix_state(x: Any) -> PrefixState | None:
 
 
 def new_variable(variable_type: type, metadata: dict[str, Any], trace_state: Any = None) -> Any:
-    """Returns a plain Variable without a value; several may share the state of their trace."""
+    """Returns a plain Variable without a value.
+
+    Args:
+      variable_type: the class of the Variable.
+      metadata: the metadata, of which the Variable gets a copy.
+      trace_state: Flax's record of the current trace, which Variables may share; None for a new
+        record.
+    """
     variable: Any = object.__new__(variable_type)
     _trace.__set__(variable, trace_state or new_trace_state())
     set_metadata(variable, dict(metadata))
@@ -589,7 +631,7 @@ def new_variable(variable_type: type, metadata: dict[str, Any], trace_state: Any
 new_trace_state: Callable[[], Any] = private_name("flax.nnx.tracers", "TraceState")
 
 
-# Slots, which run no hooks and check no trace; callers check before they write.
+# The slots of a plain Variable. Writing to one runs no hooks and checks no trace, so callers check.
 _value: Any = private_name("flax.nnx.variablelib", "Variable._raw_value")
 _metadata: Any = private_name("flax.nnx.variablelib", "Variable._var_metadata")
 _trace: Any = private_name("flax.nnx.variablelib", "Variable._trace_state")
@@ -599,7 +641,7 @@ get_metadata: Callable[[Any], dict[str, Any]] = _metadata.__get__
 set_metadata: Callable[[Any, dict[str, Any]], None] = _metadata.__set__
 get_trace_state: Callable[[Any], Any] = _trace.__get__
 
-# The same for those made with ``hijax=True``.
+# The slots of a hijax Variable.
 _treedef: Any = private_name("flax.nnx.variablelib", "HijaxVariable._treedef")
 _leaves: Any = private_name("flax.nnx.variablelib", "HijaxVariable._leaves")
 get_treedef: Callable[[Any], Any] = _treedef.__get__
@@ -620,11 +662,12 @@ SLOTS = {
 
 
 def are_current(states: Iterable[Any]) -> bool:
-    """Whether all of these trace states, of Variables or modules, belong to the current trace.
+    """Whether all of these states, of Variables or modules, belong to the current trace.
 
-    A Variable has a ``TraceState`` of Flax, which a module has in a ``PytreeState``. It wraps JAX's
-    opaque trace state, and that a weak reference to the trace. JAX makes this reference once for
-    each trace, so ``is`` compares the traces.
+    The state of a Variable is Flax's ``TraceState``. The state of a module is a ``PytreeState``,
+    which has a ``TraceState``. A ``TraceState`` has JAX's opaque trace state, and this has a weak
+    reference to the trace. JAX makes one such reference for each trace, so two traces are the same
+    if their references are the same object.
     """
     current_ref = jax.extend.core.get_opaque_trace_state()._trace_ref
     for state in states:
@@ -639,15 +682,16 @@ def can_update(x: Any) -> bool:
     if is_variable(x):
         return bool(x._can_update)
     if is_hijax_variable(x):
-        # A concrete one belongs to no trace. For a tracer of an outer trace, Flax itself raises.
+        # A concrete hijax Variable can be changed outside of traces only. A tracer counts as one of
+        # the current trace, because Flax itself raises an error for a tracer of an outer trace.
         return isinstance(x, jax.core.Tracer) or trace_is_clean()
-    state = getattr(x, STATE, None)  # a PytreeState, which modules and other Pytrees have
+    state = getattr(x, STATE, None)  # a `PytreeState`, which modules and other Pytrees have
     # Nodes of other types do not know their trace, so Flax lets each trace change them.
     return state is None or bool(state.trace_state.is_valid())
 
 
 def get_mapping(state: nnx.State[Any, Any]) -> Any:
-    """Returns the dict with the items of an ``nnx.State``; an error if it has more attributes."""
+    """Returns the dict with the items of a State; a ``ValueError`` if it has more attributes."""
     (mapping,) = vars(state).values()
     return mapping
 
@@ -655,19 +699,19 @@ def get_mapping(state: nnx.State[Any, Any]) -> Any:
 def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
     """Returns the object that holds the children of a pytree: a tuple, a list, or a dict.
 
-    A guard looks at this object in later calls, instead of flattening the pytree again. None for
-    other pytrees than tuples, lists, dicts and States, and where a class flattens itself to other
-    children than it holds.
+    A guard looks at this object in later calls, instead of flattening the pytree again. Returns
+    None if the pytree is no tuple, list, dict or State, or if JAX flattens it to other children
+    than it holds.
     """
     level = jax.tree_util.default_registry.flatten_one_level(tree)
     if level is None:  # a leaf
         return None
-    children = list(level[0])
+    children = [*level[0]]  # as JAX flattens the pytree
     # A named tuple may be registered with another flatten function, and then shows other children.
     is_named_tuple = isinstance(tree, tuple) and hasattr(tree, "_fields")
     if type(tree) in (tuple, list) or is_named_tuple:
         return tree if _are_same(children, tree) else None
-    if type(tree) is nnx.State and len(vars(tree)) == 1:  # all that it has is its mapping
+    if type(tree) is nnx.State and len(vars(tree)) == 1:  # the State has nothing but its mapping
         mapping = get_mapping(tree)
     elif type(tree) is dict:
         mapping = tree
@@ -678,8 +722,8 @@ def own_items(tree: Any) -> dict[Any, Any] | tuple[Any, ...] | list[Any] | None:
     if type(mapping) is not dict or not {str, int}.issuperset(map(type, mapping)):
         return None
     # JAX has sorted the keys to flatten the dict, so they are all strings or all numbers.
-    in_order = [mapping[key] for key in sorted(mapping)]
-    return mapping if _are_same(children, in_order) else None
+    sorted_values = [mapping[key] for key in sorted(mapping)]
+    return mapping if _are_same(children, sorted_values) else None
 
 
 def has_aux(kind: type, aux: object) -> bool:
@@ -687,9 +731,9 @@ def has_aux(kind: type, aux: object) -> bool:
     return aux is not None and kind not in (dict, nnx.State)
 
 
-def _are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two sequences hold the very same objects."""
-    return len(a) == len(b) and all(map(operator.is_, a, b))
+def _are_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether two sequences hold the very same objects, in the same order."""
+    return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
 def graph_mode(graph: bool | None, graph_updates: bool | None) -> tuple[bool, bool]:
@@ -708,15 +752,11 @@ _axis_rules: Callable[[], Any] = private_name("flax.core.spmd", "get_logical_axi
 
 
 def context_settings() -> tuple[Any, ...]:
-    """Returns Flax's settings in context, on which a trace depends: how it makes new Variables.
-
-    These are the rules for logical axes, by which Variables are sharded, whether that is at once,
-    whether Variables are hijax ones or have refs, and the modes of graphs.
-    """
+    """Returns Flax's settings in context on which a trace depends, in hashable form."""
     return (
-        tuple(map(repr, _axis_rules() or ())),
-        nnx.using_eager_sharding(),
-        *nnx.var_defaults().values(),
+        tuple(map(repr, _axis_rules() or ())),  # the rules for logical axes of new Variables
+        nnx.using_eager_sharding(),  # whether new Variables are sharded at once
+        *nnx.var_defaults().values(),  # whether new Variables are hijax ones, or have refs
         nnx.set_graph_mode.current_value(),
         nnx.set_graph_updates.current_value(),
     )

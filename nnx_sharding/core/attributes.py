@@ -18,8 +18,8 @@ The functions are parts of a :class:`~.flattener.Flattener`, whose words they us
     NodeForm     from ``_compat``: ``keys`` are the attributes in the order in which Flax walks,
                  ``names`` the same attributes in the order of the ``__dict__``, in which a guard
                  reads them. Attribute i of ``keys`` is number ``order[i]`` of ``names``.
-                 ``is_static`` says which attributes are static whatever their values; ``others``
-                 has the numbers of the rest
+                 ``is_static`` says which attributes are static whatever their values, and
+                 ``may_be_data`` has the numbers of all other attributes
     Flattener    ``graph`` is False in tree mode. ``described`` has what was described, by key.
                  ``link_object`` records a link to an object and returns its index. ``static_child``
                  and ``pytree_child`` return the child for a value without arrays, and for any
@@ -98,7 +98,7 @@ def describe_node(flattener: Flattener, node: object, position: int) -> NodeEntr
         children: list[Child] = [LEAF] * len(values)
         to_describe: Sequence[int] = range(len(values))
     else:  # the children of static attributes are shared
-        children, to_describe = [*shared.children], form.others
+        children, to_describe = [*shared.children], form.may_be_data
     for i in to_describe:
         value_position = positions[form.order[i]]
         children[i] = _attribute_child(flattener, values[i], form.is_data[i], value_position)
