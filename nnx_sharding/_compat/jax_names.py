@@ -1,13 +1,15 @@
 """Messages, contexts, traces and processes of JAX.
 
-A *program* (jaxpr) consists of *equations*, each an operation (``primitive``) with parameters. In a
-trace that has not ended, an array is a *tracer*. The equation that has made it is its ``parent``,
-its variable in the program is its ``val``, and ``in_tracers`` are the arrays that an equation
-takes. A finished equation has variables in their place, ``invars`` and ``outvars``. An equation of
-the current trace may be of either kind; one of which JAX holds only a weak reference is gone if
-nothing uses its results.
+A *program* (jaxpr) consists of *equations*. Each is an operation (``primitive``) with parameters,
+and has a variable for each input (``invars``) and each output (``outvars``). While JAX traces, an
+array is a *tracer*. The variable that stands for a tracer in the program is its ``val``, and the
+equation that has made the tracer is its ``parent``.
 
-Names of JAX that are private may be missing in a release: what is ``optional`` is then None.
+An equation of the current trace is either *finished*, as in a jaxpr, or *unfinished*. An unfinished
+equation has the tracers of its inputs, ``in_tracers``, and JAX gives it ``invars`` at the end of
+the trace. JAX may hold an equation by a weak reference, and drops it if nothing uses its results.
+
+A private name of JAX may be missing in a release. If the name is ``optional``, it is then None.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from .._version import __version__
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# A number for an object, as `id` gives it. But `id` raises an audit event, and `filelock`, which
-# JAX imports where it is installed, has a hook in Python for these: they take seven times as long.
+# Returns a number for an object, as `id` does. `id` takes seven times as long if `filelock` is
+# installed: `id` raises an audit event, JAX imports `filelock`, and this has a hook in Python for
+# audit events.
 identity: Callable[[Any], int] = object.__hash__
 
 
@@ -74,9 +77,9 @@ _trace_context: Any = private_name("jax._src.config", "trace_context")
 _trace_context_names: Any = private_name("jax._src.config", "trace_context_names")
 _distributed: Any = private_name("jax._src.distributed", "global_state")
 _ShardMapTracer: Any = private_name("jax._src.shard_map", "ShardMapTracer")
-# Without these, a legacy `with mesh:` is not seen, tracebacks and the locations of operations show
-# our frames, exported programs contain source locations, and strategies are compared only on the
-# present devices.
+# Each of these may be None. The package then works with a limit: it does not see a legacy `with
+# mesh:`, tracebacks and the locations of operations show its own frames, exported programs contain
+# source locations, or strategies are compared on the present devices only.
 _thread_resources: Any = private_name("jax._src.mesh", "thread_resources", optional=True)
 _traceback_util: Any = private_name("jax._src", "traceback_util", optional=True)
 source_info_util: Any = private_name("jax._src", "source_info_util", optional=True)
@@ -92,7 +95,7 @@ TRACING = "/jax/core/compile/jaxpr_trace_duration"
 LOWERING = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
-# JAX's warning that the sizes of donated buffers differ from the new ones: they are freed.
+# The text of JAX's warning that it frees donated buffers, because new ones have other sizes.
 UNUSED_DONATION = "Some donated buffers were not usable"
 
 
@@ -101,12 +104,14 @@ UNUSED_DONATION = "Some donated buffers were not usable"
 
 def is_deleted_error(error: BaseException) -> bool:
     """Whether JAX refuses to run a program because an argument was deleted, or donated twice."""
-    text = str(error)  # when memory runs out, it may list donated buffers
-    return "RESOURCE_EXHAUSTED" not in text and bool(re.search("deleted|donate", text))
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" in text:  # the text may list donated buffers, but memory ran out
+        return False
+    return bool(re.search("deleted|donate", text))
 
 
 def is_mesh_error(error: BaseException) -> bool:
-    """Whether JAX refuses to trace because of a mesh, as where a function captures arrays."""
+    """Whether JAX refuses to trace because of a mesh, for example that of a captured array."""
     return bool(re.search("mesh|closing over", str(error), re.IGNORECASE))
 
 
@@ -121,25 +126,29 @@ def is_memory_error(error: BaseException) -> bool:
 
 
 def compiled_count(jitted: Any) -> int:
-    """Returns how many programs JAX has compiled for calls of what ``jax.jit`` returned."""
+    """Returns how many programs JAX has compiled for calls of a jitted function."""
     return int(jitted._cache_size())
 
 
 def spec_of_constraint(error: BaseException) -> str | None:
-    """Returns the spec of a constraint that JAX refuses for Explicit axes in it; else None."""
+    """Returns the spec of a constraint that JAX refuses because it names an Explicit axis.
+
+    Returns None for any other error.
+    """
     match = re.search(
         r"can only refer to Auto axes of the mesh\. Got spec=(.*?) and mesh", str(error)
     )
-    return match and match[1]
+    return None if match is None else match[1]
 
 
 def is_array_like(x: object) -> bool:
     """Whether JAX accepts ``x`` as an array, or as another value of one of its own types.
 
-    That is so for arrays and tracers, abstract arrays, numbers, references, and values of hijax
-    types, but not for NumPy arrays of strings or objects.
+    JAX accepts arrays, tracers, abstract arrays, numbers, references and values of hijax types. It
+    does not accept NumPy arrays of strings or objects.
     """
-    # Nearly all are of these types; `jax.typeof` takes a hundred times as long (2.5 µs).
+    # These types are tried first, because nearly all values are of these, and `jax.typeof` takes a
+    # hundred times as long (2.5 µs).
     if type(x) is ArrayImpl or isinstance(x, (jax.Array, int, float, complex)):
         return True
     # Variables and arrays of other libraries are not passed to `jax.typeof`, because it would raise
@@ -162,12 +171,15 @@ def is_unspecified(x: object) -> bool:
 
 
 def context_mesh() -> Mesh | AbstractMesh | None:
-    """Returns the mesh of ``jax.set_mesh``, else of the legacy ``with mesh:``, else None."""
+    """Returns the mesh in context: of ``jax.set_mesh``, or of the legacy ``with mesh:``, or None.
+
+    Within a trace, the mesh of ``jax.set_mesh`` is abstract.
+    """
     abstract = jax.sharding.get_abstract_mesh()
     if not abstract.empty:
-        if trace_is_clean():  # in a trace, JAX does not give the mesh with devices
+        if trace_is_clean():  # within a trace, `get_mesh` raises an error
             mesh = jax.sharding.get_mesh()
-            if not mesh.empty:
+            if not mesh.empty:  # empty if the context has an abstract mesh only
                 return mesh
         return abstract
     if _thread_resources is not None:
@@ -181,7 +193,7 @@ _convert_element_type: Any = private_name("jax._src.lax.lax", "_convert_element_
 
 
 def converted(x: jax.Array, dtype: np.dtype[Any], weak_type: bool) -> jax.Array:
-    """Returns an array of another dtype; ``jax.lax`` cannot make a weakly typed one."""
+    """Returns an array as another dtype, perhaps weakly typed, which ``jax.lax`` cannot make."""
     array: jax.Array = _convert_element_type(x, dtype, weak_type=weak_type)
     return array
 
@@ -208,7 +220,10 @@ _axis_env: Any = private_name("jax._src.core", "get_axis_env")
 
 
 def spmd_axes() -> frozenset[Any]:
-    """Returns the ``spmd_axis_name`` of surrounding ``vmap``: a ``shard_map`` is manual over it."""
+    """Returns the axes of ``spmd_axis_name`` of surrounding ``vmap``.
+
+    A ``shard_map`` in the ``vmap`` is manual over these axes.
+    """
     axes: frozenset[Any] = _axis_env().spmd_axis_names
     return axes
 
@@ -246,26 +261,26 @@ def device_assignment(sharding: Any) -> tuple[jax.Device, ...] | None:
 def in_order_of(
     sharding: jax.sharding.Sharding, other: jax.sharding.NamedSharding
 ) -> jax.sharding.NamedSharding | None:
-    """Rewrites a sharding on a mesh whose devices are in the order of another sharding.
+    """Returns an equal sharding, on a mesh whose devices are in the order of another sharding.
 
-    JAX compiles a program for devices in one order, and refuses arrays with another one. The result
-    puts the same parts on the same devices: its mesh has them in the other order, and private ids
-    say which part each of them has. With devices [b, a] here and [a, b] in ``other``, the mesh is
+    JAX compiles a program for devices in one order, and refuses arrays with another order. The
+    result puts the same parts on the same devices, because private ids say which part each device
+    has. With the devices [b, a] in ``sharding`` and [a, b] in ``other``, the mesh of the result is
     [a, b] and the ids are (1, 0): the first part is on the second device of the mesh.
 
     Args:
       sharding: the sharding.
-      other: a sharding over the same devices, in the order of the program. Other devices are a
-        ``KeyError``.
+      other: a sharding over the same devices, in the order of the program.
 
     Returns:
-      The sharding; None if this release of JAX cannot express it.
+      The sharding on the other mesh; None if ``sharding`` is no ``NamedSharding`` with a concrete
+      mesh, or if this release of JAX cannot express the result.
     """
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
-    # ids[i] is the position, on the mesh of the program, of the device that has part i.
-    position = {device: i for i, device in enumerate(other.mesh.devices.flat)}
-    ids = tuple(position[device] for device in sharding.mesh.devices.flat)
+    position_of = {device: position for position, device in enumerate(other.mesh.devices.flat)}
+    # For each part: the position of its device on the other mesh.
+    ids = tuple(position_of[device] for device in sharding.mesh.devices.flat)
     mesh = Mesh(
         other.mesh.devices.reshape(sharding.mesh.devices.shape),
         sharding.mesh.axis_names,
@@ -280,7 +295,7 @@ def in_order_of(
 
 
 def current_trace() -> Any:
-    """Returns the trace that operations are added to; None where a release does not show it."""
+    """Returns the trace that operations are added to; None if this release does not show it."""
     return getattr(_trace_ctx, "trace", None)
 
 
@@ -290,13 +305,19 @@ def trace_of(x: object) -> Any:
 
 
 def _frame() -> Any:
-    """Returns JAX's record of the current trace; None where a release does not show it.
+    """Returns JAX's record of the current trace; None if this release does not show it.
 
-    Its ``tracing_eqns`` are the equations so far, in the order of tracing; JAX may hold those
-    without effects by weak references. ``constvar_to_val`` has the arrays that the trace has
-    captured, by the variables that stand for them in the program.
+    The attribute ``tracing_eqns`` of the record has an entry for each equation so far, in the order
+    of tracing: the equation, or a weak reference to an equation without effects.
+    ``constvar_to_val`` has the arrays that the trace has captured, by the variables that stand for
+    these in the program.
     """
     return getattr(current_trace(), "frame", None)
+
+
+def _equation_of(entry: Any) -> Any:
+    """Returns the equation of an entry of ``tracing_eqns``; None if JAX has dropped it."""
+    return entry() if isinstance(entry, weakref.ref) else entry
 
 
 def trace_constants() -> list[Any]:
@@ -305,90 +326,86 @@ def trace_constants() -> list[Any]:
 
 
 def operations_on_constants() -> dict[int, set[str]]:
-    """Returns the names of the operations on each array that the trace has captured, by its id.
+    """Returns the names of the operations on each array that the trace has captured.
 
-    An error about a captured array uses the names to say what was computed with the array.
-    Operations on a resharded array count as operations on the array itself, because JAX inserts the
+    The keys are the ids of the arrays; an array on which there are no operations is left out. An
+    operation on a resharded array counts as one on the array itself, because JAX inserts the
     resharding.
     """
-    captured = getattr(_frame(), "constvar_to_val", {})  # variable of the program → array
+    captured = getattr(_frame(), "constvar_to_val", {})  # by variable: the array
     equations = trace_equations()
     operations: dict[int, set[str]] = {}
     for variable, array in captured.items():
         # The ids of the variables that stand for this array, resharded or not. One pass finds all
         # of them, because an equation comes after the equations that made its inputs.
-        ids = {id(variable)}
+        variable_ids = {id(variable)}
         for equation in equations:
-            # A tracer has its variable in `val`.
-            inputs = getattr(equation, "in_tracers", ())
-            if ids.isdisjoint(id(getattr(tracer, "val", None)) for tracer in inputs):
+            tracers = getattr(equation, "in_tracers", ())
+            input_ids = {id(getattr(tracer, "val", None)) for tracer in tracers}
+            if variable_ids.isdisjoint(input_ids):
                 continue
             if str(equation.primitive) == "reshard":
-                ids |= set(map(id, equation.outvars))
+                variable_ids.update(map(id, equation.outvars))
             else:
                 operations.setdefault(id(array), set()).add(str(equation.primitive))
     return operations
 
 
 def trace_has_effects() -> bool:
-    """Whether the current trace has side effects."""
-    equations = getattr(_frame(), "tracing_eqns", None)
-    # Some entries may be weak references, but JAX holds equations with effects directly.
-    return equations is None or any(getattr(equation, "effects", ()) for equation in equations)
+    """Whether the current trace has side effects; True if this release does not show it."""
+    entries = getattr(_frame(), "tracing_eqns", None)
+    if entries is None:
+        return True
+    # An entry that is a weak reference has no ``effects``, and its equation has none either.
+    return any(getattr(entry, "effects", ()) for entry in entries)
 
 
 def trace_equations() -> list[Any]:
-    """Returns the equations of the current trace so far; none where a release does not show them.
+    """Returns the equations of the current trace so far; none if this release does not show them.
 
-    They are JAX's own objects. Some are equations of a jaxpr, with ``invars``. The others, which
-    JAX finishes at the end of the trace, have ``in_tracers`` in their place: `operand_types` reads
-    either.
+    They are JAX's own objects, finished and unfinished ones.
     """
     entries: list[Any] = getattr(_frame(), "tracing_eqns", [])
-    equations = (entry() if isinstance(entry, weakref.ref) else entry for entry in entries)
-    # None for an equation that JAX has dropped, because nothing holds its results any more.
-    return [equation for equation in equations if equation is not None]
+    return [equation for equation in map(_equation_of, entries) if equation is not None]
 
 
 def operand_types(equation: Any) -> list[Any]:
-    """Returns the types of the operands of an equation, of a jaxpr or of an unfinished trace."""
-    # Some equations of a trace are final (of a jaxpr); others change until it ends.
-    operands = getattr(equation, "in_tracers", None)
-    return [x.aval for x in (equation.invars if operands is None else operands)]
+    """Returns the types of the operands of an equation, finished or unfinished."""
+    tracers = getattr(equation, "in_tracers", None)  # None for a finished equation
+    operands = equation.invars if tracers is None else tracers
+    return [operand.aval for operand in operands]
 
 
 def replace_equations(replace: Callable[[Any], tuple[Any, dict[str, Any]] | None]) -> None:
     """Gives equations of the current trace other primitives, before JAX makes a jaxpr of them.
 
     Args:
-      replace: is asked for each equation, which has the attributes ``primitive``, ``params`` and
-        ``invars`` of one in a jaxpr. It returns the new primitive and parameters; None to leave the
-        equation as it is.
+      replace: a function of an equation, which has the attributes ``primitive``, ``params`` and
+        ``invars``. Returns the new primitive and parameters; None to leave the equation as it is.
     """
     entries: list[Any] = getattr(_frame(), "tracing_eqns", [])
     for number, entry in enumerate(entries):
-        equation: Any = entry() if isinstance(entry, weakref.ref) else entry
-        if equation is None:  # JAX has dropped it, because nothing holds its results any more
+        equation: Any = _equation_of(entry)
+        if equation is None:  # nothing uses the results of the equation
             continue
-        # Some equations are final (of a jaxpr). Others have tracers instead of `invars`.
-        is_final = not hasattr(equation, "in_tracers")
-        replacement = replace(equation if is_final else _Equation(equation))
+        is_finished = not hasattr(equation, "in_tracers")
+        replacement = replace(equation if is_finished else _WithInvars(equation))
         if replacement is None:
             continue
         primitive, params = replacement
-        # A final equation cannot be changed, so another one takes its place.
-        if is_final:
+        # A finished equation cannot be changed, so a new one takes its entry.
+        if is_finished:
             entries[number] = equation.replace(primitive=primitive, params=params)
         else:
             equation.primitive, equation.params = primitive, params
 
 
-class _Equation:
-    """An equation of an unfinished trace, with the attributes of an equation of a jaxpr.
+class _WithInvars:
+    """An unfinished equation, with the attributes of a finished one.
 
     Attributes:
       equation: JAX's equation, which has all other attributes.
-      invars: the variables of its inputs in the program.
+      invars: the variables of the inputs.
     """
 
     def __init__(self, equation: Any):
@@ -402,49 +419,50 @@ class _Equation:
 def is_made_alike(x: object, y: object) -> bool:
     """Whether the same operations have made two arrays from the same arrays, so they are equal.
 
-    The operations of the trace are followed back to arrays that both share. Constants of NumPy are
-    the same if their values are. All other arrays, such as arrays that a transform differentiates,
-    are compared by identity.
+    This follows the operations of the trace back from both arrays. Where no operation of the trace
+    has made an array, the two have to be the same object, or constants of NumPy with equal values.
     """
     pairs: list[tuple[Any, Any]] = [(x, y)]  # arrays that have to be alike
-    # The ids of pairs that were compared. All of these arrays are inputs of equations that `x` and
-    # `y` lead to, which keep them alive, so no id is used twice.
+    # The ids of pairs that were compared. No id is used twice, because `x` and `y` lead to
+    # equations that keep all of these arrays alive.
     seen = set[tuple[int, int]]()
     while pairs:
-        x, y = pairs.pop()
-        if x is y or (identity(x), identity(y)) in seen:
+        first, second = pairs.pop()
+        ids = identity(first), identity(second)
+        if first is second or ids in seen:
             continue
-        seen.add((identity(x), identity(y)))
-        x_maker, y_maker = _maker(x), _maker(y)  # None for what no operation of the trace has made
-        if x_maker is None or y_maker is None:
-            if not _is_same_constant(x, y):
+        seen.add(ids)
+        first_maker, second_maker = _maker(first), _maker(second)
+        if first_maker is None or second_maker is None:
+            if not _is_same_constant(first, second):
                 return False
             continue
-        # The same primitive with equal parameters; their inputs are compared next.
-        if not _is_same_operation(x_maker, y_maker):
+        # The two are alike if equal operations have made them of inputs that are alike.
+        if not _is_same_operation(first_maker, second_maker):
             return False
-        if _output_number(x) != _output_number(y):  # other results of equal operations
+        if _output_number(first) != _output_number(second):
             return False
-        pairs += zip(x_maker.in_tracers, y_maker.in_tracers, strict=True)
+        pairs += zip(first_maker.in_tracers, second_maker.in_tracers, strict=True)
     return True
 
 
 def differentiated_value(x: Any) -> Any:
-    """Returns the array whose value a tracer of a derivative has, such as an argument; else ``x``.
+    """Returns the array whose value a tracer of a derivative has; any other value unchanged.
 
-    Within ``jax.grad``, an argument is a new tracer that pairs the outer array, its ``primal``,
-    with a tangent. What is known of the outer array is found by its identity.
+    Within ``jax.grad``, an argument is a new tracer, which pairs the outer array (its ``primal``)
+    with a tangent. The caller needs the outer array, because it finds facts about arrays by their
+    identity. Nested derivatives nest such tracers.
     """
-    while isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):  # one for each nested derivative
+    while isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):
         x = x.primal
     return x
 
 
 def constrained_by(x: object) -> jax.sharding.Sharding | None:
-    """Returns the sharding that an array was given by the operation that has made it, or None.
+    """Returns the sharding that an array got from the operation that has made it, or None.
 
-    That is the sharding of a constraint; or, of an array that a ``reshard`` has brought to Auto
-    axes, the one in its type before: on Auto axes, types say nothing of the sharding.
+    After a constraint, this is the sharding of the constraint. After a ``reshard`` to Auto axes, it
+    is the sharding in the type of the operand, because types have no sharding over Auto axes.
     """
     equation = _maker(x)
     if equation is None:
@@ -455,29 +473,30 @@ def constrained_by(x: object) -> jax.sharding.Sharding | None:
         sharding = jax.typeof(equation.in_tracers[0]).sharding
     elif name == "sharding_constraint":
         sharding = params["sharding"]
-    elif name == "jit":  # `core.constrain` compiles constraints, of several arrays together
+    elif name == "jit":
+        # `core.constrain` jits the constraints of several arrays. Any other `jit` is a function of
+        # the user, and nothing is known about its outputs.
         jaxpr = params["jaxpr"].jaxpr
-        # Any other `jit` is a function of the user: its outputs are what it has computed.
         if all(inner.primitive.name == "sharding_constraint" for inner in jaxpr.eqns):
-            output = jaxpr.outvars[_output_number(x)]  # the variable in `jit` that `x` comes from
-            makers = [inner for inner in jaxpr.eqns if output in inner.outvars]
-            sharding = makers[0].params["sharding"] if makers else None
+            variable = jaxpr.outvars[_output_number(x)]  # stands for ``x`` in the jaxpr
+            constraints = [inner for inner in jaxpr.eqns if variable in inner.outvars]
+            sharding = constraints[0].params["sharding"] if constraints else None
     return sharding
 
 
 def _maker(x: object) -> Any:
-    """Returns the equation of an unfinished trace that has made an array; None without any."""
+    """Returns the unfinished equation that has made an array; None if there is none."""
     equation = getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
     return equation if hasattr(equation, "in_tracers") else None
 
 
 def _output_number(x: Any) -> int:
-    """Returns which output of its equation a tracer is: 0 for the first one."""
+    """Returns which output of its equation a tracer is: 0 for the first output."""
     return next(i for i, variable in enumerate(x.parent.outvars) if variable is x.val)
 
 
 def _is_same_operation(first: Any, second: Any) -> bool:
-    """Whether two equations of an unfinished trace compute the same from equal inputs.
+    """Whether two unfinished equations compute the same from equal inputs.
 
     The inputs themselves are not compared. An equation with effects equals no other one.
     """
@@ -487,7 +506,7 @@ def _is_same_operation(first: Any, second: Any) -> bool:
     params, other_params = first.params, second.params
     return (
         context.cur_abstract_mesh == other_context.cur_abstract_mesh
-        # How random bits are made.
+        # This setting decides how random bits are made.
         and context.threefry_partitionable == other_context.threefry_partitionable
         and len(first.in_tracers) == len(second.in_tracers)
         and params.keys() == other_params.keys()
@@ -497,14 +516,18 @@ def _is_same_operation(first: Any, second: Any) -> bool:
 
 
 def _is_same_constant(x: Any, y: Any) -> bool:
-    """Whether two constants of NumPy, perhaps in a trace, have the same type and values."""
-    # In a trace, JAX wraps a constant in a tracer. Its `full_lower` returns the constant; that of
-    # any other tracer returns the tracer.
-    x, y = (c.full_lower() if isinstance(c, jax.core.Tracer) else c for c in (x, y))
+    """Whether two values are one object, or constants of NumPy with the same type and values."""
+    # In a trace, JAX wraps a constant in a tracer, and `full_lower` returns the constant. For any
+    # other tracer, it returns the tracer.
+    if isinstance(x, jax.core.Tracer):
+        x = x.full_lower()
+    if isinstance(y, jax.core.Tracer):
+        y = y.full_lower()
     if x is y:
         return True
-    if any(isinstance(c, jax.Array) for c in (x, y)) or type(x) is not type(y):
-        return False  # to compare arrays on devices would wait for them
+    # The values of a `jax.Array` are not compared, because that would wait for a device.
+    if isinstance(x, jax.Array) or isinstance(y, jax.Array) or type(x) is not type(y):
+        return False
     return bool(np.array_equal(x, y)) and np.asarray(x).dtype == np.asarray(y).dtype
 
 
@@ -521,16 +544,20 @@ def direct_form(stage: Any) -> Any:
 def varying_axes(x: Any) -> frozenset[Any]:
     """Returns the mesh axes along which a value in ``shard_map`` may differ; none if unknown."""
     array_type = jax.typeof(x)
-    # Newer releases have them in `mat`, the "manual axis type", as `vur`. Others have them in the
-    # type of the array, as `vma`, or do not know them.
-    manual_type = getattr(array_type, "mat", None)
-    older_axes: frozenset[Any] = getattr(array_type, "vma", frozenset())
-    axes: frozenset[Any] = getattr(manual_type, "vur", older_axes)
+    axes: frozenset[Any]
+    manual_type = getattr(array_type, "mat", None)  # the "manual axis type" of newer releases
+    if hasattr(manual_type, "vur"):
+        axes = manual_type.vur
+    else:  # older releases have the axes in the type of the array, or do not know them
+        axes = getattr(array_type, "vma", frozenset())
     return axes
 
 
 def exported_shardings(exported: jax.export.Exported) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Returns the shardings of inputs and outputs, on abstract meshes; None for open ones."""
+    """Returns the shardings of inputs and of outputs, on abstract meshes.
+
+    A sharding is None if it was left to the compiler.
+    """
     no_mesh: Any = None  # keeps the meshes unchanged; JAX does not document it
     return exported.in_shardings_jax(no_mesh), exported.out_shardings_jax(no_mesh)
 
@@ -546,7 +573,7 @@ def process_id() -> int:
 
 
 def distributed_client() -> Any:
-    """Returns the client of the service that connects processes, where they share keys and values.
+    """Returns the client of the service that connects processes: a table that they share.
 
     Raises:
       RuntimeError: ``jax.distributed.initialize()`` was not called.
