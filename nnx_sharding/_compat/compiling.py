@@ -6,7 +6,8 @@ on the *module*, the program as bytecode of MLIR, and returns an object with the
 executable. The other process gets the figures by ``compile_module``.
 
 ``stage._lowering.compile_args`` are the arguments that JAX passes to the compilation of a stage,
-among them the ``"backend"``. They are JAX's own dict, so each change is undone afterwards.
+among them the ``"backend"``. They are JAX's own dict, so each change is undone afterwards. XLA
+writes its log to the standard error of the process, and has a level for the log that is global.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ T = TypeVar("T")
 # Compiles a module with options for the devices with these ids; returns what is read from it.
 Compile: TypeAlias = Callable[[bytes, bytes, Sequence[int]], Mapping[str, Any]]
 
-# The methods of an executable that JAX and reports read; the text and the memory are read apart.
-_READ = (
+# The methods of an executable whose results `compile_module` returns by the names of the methods.
+_METHODS_TO_CALL = (
     "get_parameter_shardings",
     "get_output_shardings",
     "get_output_memory_kinds",
@@ -76,26 +77,26 @@ def _reset_log_level() -> None:
 def compiler_log(read: Callable[[str], tuple[list[T], str]]) -> Iterator[list[T]]:
     """Reads the compiler's log of a block; yields a list that gets the findings after the block.
 
-    The list stays empty if there is no standard error. XLA writes to the file descriptor of
-    standard error, which is a temporary file within the block.
+    XLA writes to the file descriptor of standard error. Within the block, this descriptor is that
+    of a temporary file. If the process has no standard error, the list stays empty.
 
     Args:
       read: a function that returns (findings in the log, the rest of the log). The rest goes to
         standard error after the block. The function must not raise, because the log would be lost.
     """
-    found: list[T] = []
+    findings: list[T] = []
     try:
         sys.stderr.flush()
-        user_stderr = os.dup(2)
+        user_stderr = os.dup(2)  # 2 is the descriptor of standard error
     except OSError:  # there is no standard error
-        yield found
+        yield findings
         return
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
         if _set_log_level is not None:  # None: this release of JAX cannot set the level
             _set_log_level(1)  # 1 is the level of warnings; the user may have switched them off
         try:
-            yield found
+            yield findings
         finally:
             if _set_log_level is not None:
                 _reset_log_level()
@@ -103,8 +104,8 @@ def compiler_log(read: Callable[[str], tuple[list[T], str]]) -> Iterator[list[T]
             os.dup2(user_stderr, 2)
             os.close(user_stderr)
             file.seek(0)
-            new, rest = read(file.read().decode(errors="replace"))
-            found += new
+            findings_in_log, rest = read(file.read().decode(errors="replace"))
+            findings += findings_in_log
             sys.stderr.write(rest)
 
 
@@ -120,8 +121,8 @@ def compile_elsewhere(stage: Any, options: Mapping[str, Any] | None, compile: Co
     backend = arguments["backend"]
     arguments["backend"] = _Backend(backend, compile)
     try:
-        # A dict of options is passed, even an empty one, because without it the stage would keep
-        # the result, and return it to a user who wants to run the program.
+        # Options are passed even if there are none, because without them the stage would keep the
+        # result, and return it to a user who wants to run the program.
         return stage.compile(dict(options or {}))
     finally:
         arguments["backend"] = backend
@@ -176,7 +177,8 @@ class _Uncached(_Client):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        # By this class JAX recognizes a client that compiles for a topology.
+        # JAX asks by `isinstance` whether a client compiles for a topology, and `isinstance` also
+        # accepts this class.
         return type(self.client)
 
 
@@ -224,9 +226,12 @@ def _executable(parts: Mapping[str, Any]) -> types.SimpleNamespace:
       parts: the figures that `compile_module` returns: results by the names of the methods, and
         the sizes under ``"memory"``. JAX's cache stores what ``serialize`` makes of them.
     """
-    values = {**parts, "get_compiled_memory_stats": types.SimpleNamespace(**parts["memory"])}
-    # As a default of its parameter, each lambda has its own value, and not that of the last pass.
-    methods: dict[str, Any] = {name: lambda value=value: value for name, value in values.items()}
+    results = {**parts, "get_compiled_memory_stats": types.SimpleNamespace(**parts["memory"])}
+    # The result is the default of the lambda's parameter, because a lambda that used the variable
+    # of the loop would return the last result.
+    methods: dict[str, Any] = {
+        name: lambda result=result: result for name, result in results.items()
+    }
     return types.SimpleNamespace(**methods, serialize=lambda: pickle.dumps(parts))
 
 
@@ -245,8 +250,8 @@ def compile_module(
       The results of an executable's methods, by their names, such as ``"cost_analysis"``; and
       under ``"memory"`` the sizes of its buffers, by name.
     """
-    chosen = [devices[i] for i in ids]
-    client: Any = chosen[0].client
+    chosen = [devices[device_id] for device_id in ids]
+    client: Any = chosen[0].client  # that of all devices
     # A client for a topology, which this machine does not have, cannot load a program.
     only_compiles = isinstance(client, _CompileOnlyClient)
     compile = client.compile if only_compiles else client.compile_and_load
@@ -256,12 +261,12 @@ def compile_module(
             executable_devices=_xla_client.DeviceList(tuple(chosen)),
             compile_options=_xla_client.CompileOptions.ParseFromString(options),
         )
-    results = {method: getattr(executable, method)() for method in _READ}
+    results = {method: getattr(executable, method)() for method in _METHODS_TO_CALL}
     # The sizes are copied, because XLA's object with the sizes cannot be sent to another process.
     memory = executable.get_compiled_memory_stats()
     sizes = {name: getattr(memory, name) for name in dir(memory) if name.endswith("in_bytes")}
     if hasattr(executable, "get_hlo_text"):
         text = executable.get_hlo_text()
     else:  # an executable that was compiled for a topology does not have this method
-        text = "\n\n".join(module.to_string() for module in executable.hlo_modules())
+        text = "\n\n".join(hlo_module.to_string() for hlo_module in executable.hlo_modules())
     return {**results, "memory": sizes, "get_hlo_text": text}
