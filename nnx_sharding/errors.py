@@ -133,10 +133,11 @@ def each_warning_once() -> Iterator[None]:
 
 
 def shortened(items: Iterable[str], indent: str = "") -> list[str]:
-    """Returns the first ten of these texts, and the number of further ones."""
-    listed = [*items]
-    more = [f"{indent}… {len(listed) - 10} more"] if len(listed) > 10 else []
-    return listed[:10] + more
+    """Returns the first ten of some texts; if there are more, the last line says how many."""
+    texts = [*items]
+    if len(texts) <= 10:
+        return texts
+    return [*texts[:10], f"{indent}… {len(texts) - 10} more"]
 
 
 MAX_LINES = 24  # the lines of a message, below which a note may follow
@@ -160,48 +161,55 @@ def listed(items: Iterable[str], most: int = MAX_LISTED) -> list[str]:
         ``… and 5 more``.
     """
     texts = [*items]
-    items_lines = [_wrapped(text) for text in texts]  # the lines of each item
-    if sum(map(len, items_lines)) > most:
-        items_lines = [_wrapped(text) for text in merged(texts)]
-    if sum(map(len, items_lines)) > most:
-        # Whole items are kept as long as they leave one line for "… more". If the first item is too
-        # long, its first lines are kept.
-        ends = itertools.accumulate(map(len, items_lines))  # the lines up to the end of each item
-        num_kept = max(1, sum(end < most for end in ends))
-        num_more = len(items_lines) - num_kept
-        indent = " " * (len(texts[0]) - len(texts[0].lstrip()))
-        more = f"{indent}… and {num_more} more" if num_more else "…"
-        lines = [*itertools.chain.from_iterable(items_lines[:num_kept])]
-        return [*lines[: most - 1], more]
-    return [*itertools.chain.from_iterable(items_lines)]
+    lines_by_item = [_wrapped(text) for text in texts]
+    if sum(map(len, lines_by_item)) > most:
+        lines_by_item = [_wrapped(text) for text in merged(texts)]
+    lines = [*itertools.chain.from_iterable(lines_by_item)]
+    if len(lines) <= most:
+        return lines
+    # Whole items are kept as long as they leave one line for "… more". If the first item alone is
+    # too long, its first lines are kept.
+    item_ends = itertools.accumulate(map(len, lines_by_item))  # the lines up to the end of an item
+    fitting_ends = [end for end in item_ends if end < most]
+    num_kept_lines = fitting_ends[-1] if fitting_ends else most - 1
+    num_left_out = len(lines_by_item) - max(1, len(fitting_ends))
+    indent = " " * (len(texts[0]) - len(texts[0].lstrip()))
+    last_line = f"{indent}… and {num_left_out} more" if num_left_out else "…"
+    return [*lines[:num_kept_lines], last_line]
 
 
 def by_kind(kinds: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns an item for each kind of problem that there is, with the places where it is."""
+    """Returns an item of a message for each kind of problem: the kind, then a line for each place.
+
+    All items together have at most ``MAX_LISTED`` lines. A kind without places has no item.
+    """
     present = {kind: places for kind, places in kinds.items() if places}
-    most = MAX_LISTED // max(len(present), 1) - 1
-    return ["\n".join([f"{kind}:", *listed(places, most)]) for kind, places in present.items()]
+    most_places = MAX_LISTED // max(len(present), 1) - 1  # each item also has a line for its kind
+    return [
+        "\n".join([f"{kind}:", *listed(places, most_places)]) for kind, places in present.items()
+    ]
 
 
 def merged(texts: Iterable[str]) -> list[str]:
-    """Merges texts that differ only in the numbers in their paths into the first, with a count.
+    """Returns texts, in which the first stands for all that differ only in numbers in their paths.
 
     ``blocks[0].up: not divisible``, and the same for ``blocks[1].up`` and ``blocks[2].up``, become
     ``blocks[0].up: not divisible (and 2 more, to blocks[2].up)``.
     """
-    # The texts are grouped by the text in which all numbers of the path are 0.
-    alike: dict[str, list[str]] = {}
+    # Texts are alike if they are equal once each number in their paths is 0.
+    groups: dict[str, list[str]] = {}
     for text in texts:
         path = _path_in(text)
         details = text.removeprefix(path)
-        alike.setdefault(re.sub(r"\d+", "0", path) + details, []).append(text)
+        key = re.sub(r"\d+", "0", path) + details
+        groups.setdefault(key, []).append(text)
     result = []
-    for first, *others in alike.values():
-        line, *below = first.split("\n")
+    for first, *others in groups.values():
+        line, *further_lines = first.split("\n")
         if others:
             last_path = _path_in(others[-1]).strip()
             line = f"{line} (and {len(others)} more, to {last_path})"
-        result.append("\n".join([line, *below]))
+        result.append("\n".join([line, *further_lines]))
     return result
 
 
@@ -214,15 +222,18 @@ def _path_in(text: str) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    """Returns the lines of a text, each line that is too long as up to three lines."""
+    """Returns the lines of a text; a line that is too long becomes up to three lines."""
     lines = []
     for line in text.split("\n"):
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        lines += [line] if len(line) <= MAX_WIDTH else _WRAPPER(line, subsequent_indent=indent)
+        if len(line) <= MAX_WIDTH:
+            lines.append(line)
+        else:
+            indent = " " * (len(line) - len(line.lstrip()) + 4)  # four more than the line's own
+            lines += _wrap(line, subsequent_indent=indent)
     return lines
 
 
-_WRAPPER = functools.partial(
+_wrap = functools.partial(
     textwrap.wrap,
     width=MAX_WIDTH,
     break_long_words=False,
@@ -233,8 +244,9 @@ _WRAPPER = functools.partial(
 
 
 def _sentences(text: str) -> list[str]:
-    """Returns the lines of a text; if it is long, one for each of its sentences."""
+    """Returns the lines of a text: one line for each sentence if the text is long."""
     if len(text) > MAX_WIDTH:
+        # A sentence ends with a dot behind a word or parenthesis, before a space and a capital.
         text = re.sub(r"(?<=[\w)]\.) (?=[A-Z])", "\n", text)
     return _wrapped(text) if text else []
 
@@ -256,7 +268,10 @@ def listed_error(
 
 
 def _users_level() -> int:
-    """Returns the stack level of the nearest frame of user code."""
+    """Returns the stack level of the nearest frame of user code.
+
+    The level is that of ``warnings.warn`` in the caller of this function: 1 is the caller itself.
+    """
     # `warnings.warn` has `skip_file_prefixes` for this, but only from Python 3.12 on.
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_between(frame.f_code.co_filename):
@@ -266,17 +281,17 @@ def _users_level() -> int:
 
 def users_line() -> str:
     """Returns the file and line of user code that led here, such as ``serve.py:24``."""
-    frame = sys._getframe(_users_level() - 1)
+    frame = sys._getframe(_users_level() - 1)  # `sys._getframe` counts this function as 0
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-# Frames of these modules of the standard library are between frames of libraries, because libraries
-# call themselves through them, as for a `cached_property` or the end of a block.
+# A library calls its own code through these modules of the standard library, for example at the end
+# of a block, or for a `cached_property`.
 _HELPERS = frozenset({contextlib.__file__, functools.__file__})
 
 
 def _is_between(filename: str) -> bool:
-    """Whether code of a file runs between the user's line and a warning."""
+    """Whether code of a file may run between the user's line and a warning."""
     return is_library(filename) or filename in _HELPERS
 
 
