@@ -46,7 +46,8 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 from .. import _compat
-from .listing import Listing, NotListed, is_constant
+from .listing import Listing, NotListed
+from .stateless import is_constant
 from .static_equality import Static
 from .structure import Child, Container, StaticObject, Structure, children_of
 from .treedefs import node_types

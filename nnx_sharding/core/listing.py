@@ -21,6 +21,8 @@ each call.
                        for any other object
     READERS            functions that read attributes by names which are not in the code
     BY_NAME            the names of such functions
+    names_of           the names of globals, attributes and imports that a code uses
+    closure            the variables of enclosing functions that a function uses, by name
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from .. import _compat
-from .functions import closure, names_of
+from .functions import Names, closure, names_of
 from .stateless import (
     BY_NAME,
     READERS,
@@ -79,23 +81,6 @@ _LIMIT = 4000
 
 class NotListed(Exception):
     """Something that a function can reach cannot be listed, or holds arrays."""
-
-
-def is_constant(value: object) -> bool:
-    """Whether code that uses a part of a value can reach nothing through it that may change.
-
-    The whole is compared by value, and the caller asks about each part in turn, so this looks at
-    the part alone. Through a class, code reaches its methods; through a function, all that the
-    function reads.
-    """
-    if isinstance(value, type):
-        return is_stateless_class(value)
-    if isinstance(value, types.FunctionType):
-        # A function that a library has made for the user may hold the user's functions in its cells
-        # (the variables of enclosing functions).
-        has_cells = bool(value.__code__.co_freevars)
-        return is_stateless(value.__globals__.get("__name__")) and not has_cells
-    return not callable(value)  # calling an object may read anything
 
 
 class Listing:
@@ -143,8 +128,8 @@ class Listing:
         self._number[id(value)] = len(self.met)
         self.met.append(value)
         self.tokens.append(cls.__name__)  # for a class of the user, its id follows
-        # Code that reaches `operator.attrgetter`, for example, may read any attribute. The code may
-        # hold an object that it has made: then the class of this object is met.
+        # By a reader, such as `operator.attrgetter`, code may read any attribute, as by `getattr`.
+        # The value may also be the class of a getter that the code holds.
         if any(value is reader for reader in READERS):
             self._attributes.add("getattr")
         if cls in _PARTS:
@@ -226,21 +211,10 @@ class Listing:
 
         Adds the names of attributes that the code reads to ``_attributes``.
         """
-        names = names_of(function.__code__)  # the names of globals, attributes and imports
+        names = names_of(function.__code__)
         self._attributes |= names.attributes
-        if not all(map(is_stateless, names.imports)):  # other modules are known only once imported
-            raise NotListed
+        _refuse_stateful(function, names)
         scope = function.__globals__
-        # `np.random` is the one attribute of these libraries that has state. It has to be looked
-        # for here, because the list has only the name of `np`, and none of its attributes.
-        captured = [*map(scope.get, names.globals), *closure(function).values()]
-        reads_numpy = "numpy" in names.imports or any(x is np for x in captured)
-        if reads_numpy and "random" in names.attributes:
-            raise NotListed
-        if not STATEFUL_MODULES.isdisjoint(names.imports):
-            raise NotListed
-        if "__subclasses__" in names.attributes:  # any code may define another subclass
-            raise NotListed
         for name in names.globals:
             if name in scope:
                 self.add(scope[name])
@@ -248,8 +222,8 @@ class Listing:
                 raise NotListed
             elif name == "getattr":  # by the built-in function, code reads names that are not in it
                 self._attributes.add(name)
-            # Any other name is a built-in function, or is not defined. It may become a global
-            # later, so the list says for each name whether it is one.
+            # A name that is no global is a built-in function, or is not defined. It may become a
+            # global later, so the list says for each name whether it is one.
             self.tokens.append(name in scope)
 
     def _add_cell(self, cell: types.CellType) -> None:
@@ -328,14 +302,7 @@ class Listing:
         elif isinstance(value, logging.Logger):  # no result of the function depends on a logger
             self._add_identity(value)
         elif is_stateless(cls.__module__) and callable(getattr(value, "__wrapped__", None)):
-            # A library's wrapper, such as `jax.jit(f)`, is listed with the functions that the user
-            # gave it. Its options cannot change as long as it is the same object.
-            self._add_identity(value)
-            attributes = [*getattr(value, "__dict__", {}).values()]
-            # The rules of a derivative are in a tuple, and may be objects that can be called.
-            in_tuples = [part for x in attributes if type(x) is tuple for part in x]
-            functions = [x for x in (*attributes, *in_tuples) if callable(x)]
-            self._add_all([value.__wrapped__, *functions])
+            self._add_wrapper(value)
         elif issubclass(cls, _LIBRARY_VALUES):  # a mesh has parts, but its key is enough
             self._add_value(value)
         elif is_builtin(cls) or not has_hidden_state(cls):
@@ -345,6 +312,20 @@ class Listing:
             self._add_all(parts)
         else:
             self._add_value(value)
+
+    def _add_wrapper(self, wrapper: Any) -> None:
+        """Lists a library's wrapper, such as ``jax.jit(f)``, with the functions that it holds.
+
+        The options of a wrapper cannot change as long as it is the same object, so its id is enough
+        for these.
+        """
+        self._add_identity(wrapper)
+        functions = [wrapper.__wrapped__]
+        for attribute in getattr(wrapper, "__dict__", {}).values():
+            # The rules of a derivative are in a tuple, and may be objects that can be called.
+            parts = attribute if type(attribute) is tuple else (attribute,)
+            functions += filter(callable, parts)
+        self._add_all(functions)
 
     def _add_identity(self, value: object) -> None:
         """Lists an object by its id; raises `NotListed` if it cannot have weak references."""
@@ -360,6 +341,22 @@ class Listing:
         if key is None:
             raise NotListed
         self.tokens.append(key)
+
+
+def _refuse_stateful(function: types.FunctionType, names: Names) -> None:
+    """Raises `NotListed` if the names that a function uses show that it may read state."""
+    if not all(map(is_stateless, names.imports)):  # other modules are known only once imported
+        raise NotListed
+    if not STATEFUL_MODULES.isdisjoint(names.imports):
+        raise NotListed
+    # `np.random` is the one attribute of these libraries that has state. It has to be looked for
+    # here, because the list has only the name of `np`, and none of its attributes.
+    captured = [*map(function.__globals__.get, names.globals), *closure(function).values()]
+    reads_numpy = "numpy" in names.imports or any(x is np for x in captured)
+    if reads_numpy and "random" in names.attributes:
+        raise NotListed
+    if "__subclasses__" in names.attributes:  # any code may define another subclass
+        raise NotListed
 
 
 def holds_values(value: Any) -> bool:

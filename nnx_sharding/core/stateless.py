@@ -11,6 +11,7 @@ import functools
 import inspect
 import operator
 import sys
+import types
 
 # Names of libraries. Other modules of the standard library, such as `random`, `os` and `time`, read
 # state.
@@ -48,8 +49,25 @@ def is_stateless(module: str | None) -> bool:
 
 
 def is_stateless_class(cls: type) -> bool:
-    """Whether a class belongs to such a library, and was not made by it for the user."""
+    """Whether a class belongs to a library without state, which did not make it for the user."""
     name = cls.__module__
     if name in _MAKERS_OF_CLASSES and getattr(sys.modules[name], cls.__name__, None) is not cls:
         return False
     return is_stateless(name)
+
+
+def is_constant(value: object) -> bool:
+    """Whether code that has an object can reach nothing through it that may change.
+
+    The object is a class, a function, or one part of a value that is compared by value. Through a
+    class, code reaches its methods; through a function, all that the function reads. What the
+    object holds is not looked at, because the caller asks about each part of a value in turn.
+    """
+    if isinstance(value, type):
+        return is_stateless_class(value)
+    if isinstance(value, types.FunctionType):
+        # A function that a library has made for the user may hold the user's functions in its cells
+        # (the variables of enclosing functions).
+        has_cells = bool(value.__code__.co_freevars)
+        return is_stateless(value.__globals__.get("__name__")) and not has_cells
+    return not callable(value)  # calling an object may read anything

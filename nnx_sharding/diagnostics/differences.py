@@ -39,8 +39,9 @@ from jax.sharding import AbstractMesh, Mesh
 from .. import _compat
 from ..core.fingerprint import fingerprint_of
 from ..core.functions import NamedValue, captured_values, closure
-from ..core.listing import holds_values, is_constant
+from ..core.listing import holds_values
 from ..core.signature import Signature
+from ..core.stateless import is_constant
 from ..core.static_equality import Static
 from ..core.static_parts import StaticKind
 from ..core.structure import (
