@@ -285,14 +285,17 @@ class Flattener:
         # Nearly all static values are of these types, so they are tried first.
         if value is None or type(value) in (str, int, bool):
             child = Static.of(value)
-        elif (met_static := self.statics.get(_compat.identity(value))) is not None:
-            child, _ = met_static
-            # A ``StaticObject`` may hold links to objects, and is now in two places.
-            self.has_repeats |= isinstance(child, StaticObject)
-        elif (index := self.index_of.get(_compat.identity(value))) is not None:
-            return self.link_index(index, position)  # the value has an entry, because it can change
         else:
-            child = new_static_child(self, value, position)
+            identity = _compat.identity(value)
+            met_static = self.statics.get(identity)
+            if met_static is not None:
+                child, _ = met_static
+                # A ``StaticObject`` may hold links to objects, and is now in two places.
+                self.has_repeats |= isinstance(child, StaticObject)
+            elif identity in self.index_of:  # the value has an entry, because it can change
+                return self.link_index(self.index_of[identity], position)
+            else:
+                child = new_static_child(self, value, position)
         # A child that is no ``Static`` has been recorded part by part, where it was opened.
         if position != UNRECORDED and self.recorder is not None and isinstance(child, Static):
             self.recorder.add_static(position, value, child)

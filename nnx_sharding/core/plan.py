@@ -219,13 +219,13 @@ class Plan:
         return self.donated if self.transform.strict else frozenset()
 
     @functools.cached_property
-    def _values(self) -> list[Any]:
-        return values_in(self.structure)  # statics hold the user's objects weakly
+    def _classes_and_statics(self) -> list[Any]:
+        return values_in(self.structure)  # each `Static` holds the user's object weakly
 
     def reached_from(self, objects: Objects) -> Iterator[Any]:
-        """Yields all but arrays that a function can reach from the ``objects`` of its arguments."""
-        for value in self._values:
-            yield value.value if isinstance(value, Static) else value
+        """Yields what a function can reach from arguments with these ``objects``, except arrays."""
+        for item in self._classes_and_statics:
+            yield item.value if isinstance(item, Static) else item
         for index in self.structure.static_indices():
             yield objects[index]
 
@@ -270,7 +270,7 @@ def make_plan(
     # caller's array in a Variable or, with graph updates, in an attribute of a module.
     shardings = tuple(map(transform.sharding_of, specs))
     attributes = array_attributes(structure, leaves) if graph and updates else {}
-    placed = _placed(transform, structure, shardings, attributes)  # slot → sharding
+    to_place = _shardings_to_place(transform, structure, shardings, attributes)  # by slot
     # 4. If activations are sharded: the arrays outside of objects, such as those of a batch. The
     # rows of activations are sharded as the rows of these arrays are.
     batch = structure.root_slots if _shards_activations(transform, arguments) else ()
@@ -291,9 +291,9 @@ def make_plan(
         on_indivisible=resolved.on_indivisible,
         donated=_donated_slots(structure, signature, arguments, locations),
         attributes=attributes,
-        placed_slots=tuple(placed),
-        placed_shardings=list(placed.values()),
-        pick_placed=items_getter(tuple(placed)),
+        placed_slots=tuple(to_place),
+        placed_shardings=list(to_place.values()),
+        pick_placed=items_getter(tuple(to_place)),
         # Only the trace knows the types of arrays of the batch without a declared spec.
         batch_slots=tuple(slot for slot in batch if not specs[slot]),
         batch_axes=first_axes((specs[slot] for slot in batch), transform.context),
@@ -368,7 +368,7 @@ def _donated_slots(
     return frozenset(donated - structure.slots_of(RefEntry))
 
 
-def _placed(
+def _shardings_to_place(
     transform: Transform,
     structure: Structure,
     shardings: Sequence[Sharding | None],

@@ -164,7 +164,8 @@ def _array_key(cls: type, value: jax.Array) -> Hashable | None:
 def _mapping_key(cls: type, value: object) -> Hashable | None:
     """Returns the key of one of Flax's hashable mappings, in which the order does not matter."""
     items = _compat.mapping_items(value)
-    # Each module has such a mapping, which says which attributes are data, so it is tried first.
+    # Each module has a mapping of bools, which says what is data, so this form is tried first. In
+    # its key, ``bool`` stands for the types of all values.
     if all(type(part) is bool for _, part in items):
         return cls, bool, frozenset(items)
     keys = [(name, value_key(part)) for name, part in items]

@@ -16,7 +16,6 @@ import array
 import collections
 import enum
 import functools
-import itertools
 import pathlib
 import struct
 import types
@@ -224,9 +223,7 @@ _BUILTINS: dict[type, _Builtin] = {
     ),
     array.array: _Builtin(
         lambda x: ((x.typecode, x.tobytes()), ()),
-        assign=lambda x, data, _: [
-            (array.array.__setitem__, x, slice(None), array.array(*data)),
-        ],
+        assign=lambda x, data, _: [(array.array.__setitem__, x, slice(None), array.array(*data))],
         empty=lambda cls, data: array.array.__new__(cls, data[0]),
     ),
     np.ndarray: _Builtin(_open_array, assign=_assign_array, empty=_empty_array),
@@ -258,7 +255,8 @@ def fixed_parts(value: object) -> Sequence[Any] | None:
     """Returns the items of an object that cannot change and has no other content; else None."""
     base = _base_of(type(value))
     builtin = _BUILTINS[base]
-    if builtin.make is None or base is types.MappingProxyType or has_state(type(value)):
+    can_change = builtin.make is None or has_state(type(value))
+    if can_change or base is types.MappingProxyType:  # the dict behind a proxy can change
         return None
     return builtin.open(value)[1]
 
@@ -350,8 +348,9 @@ def has_hidden_state(cls: type) -> bool:
     """
     # An offset is 0 if objects have no dict or no weak references. It is negative if CPython keeps
     # these in front of the object, where the size does not count them.
-    pointers = len(slots_of(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
-    return cls.__basicsize__ > object.__basicsize__ + pointers * struct.calcsize("P")
+    offsets = [offset for offset in (cls.__dictoffset__, cls.__weakrefoffset__) if offset > 0]
+    num_pointers = len(slots_of(cls)) + len(offsets)
+    return cls.__basicsize__ > object.__basicsize__ + num_pointers * struct.calcsize("P")
 
 
 def attributes_of(value: object) -> dict[str, Any]:
@@ -387,14 +386,14 @@ def slots_of(cls: type) -> tuple[str, ...]:
     """
     names = _SLOTS.get(cls)
     if names is None:
-        builtin = _base_of(cls)
         slots: list[str] = []
-        for base in itertools.takewhile(lambda base: base is not builtin, cls.__mro__):
+        for base in cls.__mro__[: cls.__mro__.index(_base_of(cls))]:
             # Python makes a member descriptor of each slot. Classes in C have such descriptors for
             # their fields, which may be read-only, so only classes with `__slots__` count. The one
             # exception is defaultdict, because its field `default_factory` can be assigned to.
             if "__slots__" in vars(base) or base is collections.defaultdict:
-                members = vars(base).items()
-                slots += [x for x, member in members if type(member) is types.MemberDescriptorType]
+                for name, member in vars(base).items():
+                    if type(member) is types.MemberDescriptorType:
+                        slots.append(name)
         names = _SLOTS[cls] = tuple(slots)
     return names

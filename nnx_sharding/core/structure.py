@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import field
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -126,20 +127,20 @@ class Structure:
       origins: the static objects that were split, by entry. Comparisons leave this out.
       shares: whether any object may have more than one reference. Comparisons leave this out.
 
-    ``_hash``, ``_unique`` and ``_found`` keep the results of ``hash``, `identities` and
+    ``_hash``, ``_identities`` and ``_locations`` keep the results of ``hash``, `identities` and
     `locations_in`. They are None until these are first called.
     """
 
     entries: tuple[Entry | None, ...]
     root: Child
-    slots: tuple[tuple[int, ...], ...] = dataclasses.field(compare=False)
-    root_slots: tuple[int, ...] = dataclasses.field(compare=False)
+    slots: tuple[tuple[int, ...], ...] = field(compare=False)
+    root_slots: tuple[int, ...] = field(compare=False)
     statics: tuple[Child, ...] = ()
-    origins: Mapping[int, Any] = dataclasses.field(default_factory=dict, compare=False)
-    shares: bool = dataclasses.field(default=True, init=False, compare=False)
-    _hash: int | None = dataclasses.field(default=None, init=False, compare=False)
-    _unique: tuple[Static, ...] | None = dataclasses.field(default=None, init=False, compare=False)
-    _found: tuple[Location, ...] | None = dataclasses.field(default=None, init=False, compare=False)
+    origins: Mapping[int, Any] = field(default_factory=dict, compare=False)
+    shares: bool = field(default=True, init=False, compare=False)
+    _hash: int | None = field(default=None, init=False, compare=False)
+    _identities: tuple[Static, ...] | None = field(default=None, init=False, compare=False)
+    _locations: tuple[Location, ...] | None = field(default=None, init=False, compare=False)
 
     @property
     def num_leaves(self) -> int:
@@ -157,8 +158,8 @@ class Structure:
 
     def identities(self) -> Sequence[Static]:
         """Returns the static values that are compared by identity alone, such as functions."""
-        if self._unique is not None:
-            return self._unique
+        if self._identities is not None:
+            return self._identities
         # A model has thousands of entries, with few different children. Variables of one array may
         # share the tuple with their metadata, and only one such Variable is searched. An id stands
         # for one object, because the structure keeps all of them alive.
@@ -169,8 +170,8 @@ class Structure:
         children = [self.root, *self.statics, *chain(*map(children_of, entries.values()))]
         # Nodes of one class share most of their static children.
         unique_children = {_compat.identity(x): x for x in children if type(x) is not int}
-        self._unique = tuple(identities_in(unique_children.values()))
-        return self._unique
+        self._identities = tuple(identities_in(unique_children.values()))
+        return self._identities
 
     def walk(self, child: Child, slots: Iterator[int]) -> Iterator[Location]:
         """Yields where each Variable, ``jax.Ref`` and bare array below ``child`` is.
@@ -249,10 +250,12 @@ class Structure:
             parts: dict[Path, Child] = {}
             if isinstance(child, Container | StaticObject):
                 parts = parts_of(child)
-            elif isinstance(child, int) and len(paths.setdefault(child, [])) < limit:
-                paths[child].append(path)
-                if child not in above:  # the path does not end in a cycle
-                    parts, above = parts_of(self.entries[child]), above | {child}
+            elif isinstance(child, int):
+                paths_to_child = paths.setdefault(child, [])
+                if len(paths_to_child) < limit:
+                    paths_to_child.append(path)
+                    if child not in above:  # the path does not end in a cycle
+                        parts, above = parts_of(self.entries[child]), above | {child}
             # A static value is left out: it has no parts, and is no object of the table.
             inner = [(key, part) for key, part in parts.items() if not isinstance(part, Static)]
             queue += [(path + key, part, above) for key, part in inner]
@@ -277,10 +280,9 @@ class Structure:
         """
         if not self.shared_objects(child):  # nearly all models share no objects
             return {}
-        start: tuple[Path, Child] = ((), child)  # the path from ``child`` to itself
         return {
             index: paths
-            for index, paths in self.paths_to_objects([start], limit).items()
+            for index, paths in self.paths_to_objects([((), child)], limit).items()
             if len(paths) > 1 and isinstance(self.entries[index], VariableEntry)
         }
 
@@ -392,6 +394,6 @@ def parts_of(x: Entry | Container | None) -> dict[Path, Child]:
 
 def locations_in(structure: Structure) -> tuple[Location, ...]:
     """Returns all places of arrays in a structure, in the order of `Structure.walk`."""
-    if structure._found is None:  # the result is kept, because `merge` needs it in each call
-        structure._found = (*structure.walk(structure.root, iter(structure.root_slots)),)
-    return structure._found
+    if structure._locations is None:  # the result is kept, because `merge` needs it in each call
+        structure._locations = (*structure.walk(structure.root, iter(structure.root_slots)),)
+    return structure._locations

@@ -132,14 +132,15 @@ class Transform:
         return False
 
     def dependencies(self, leaves: Arrays) -> Dependencies:
-        """Returns what the plan of a call with these arrays depends on; here, without ``specs``."""
+        """Returns what the plan of a call with these arrays depends on; ``specs`` is None here."""
         types = ((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
         filters: Hashable = None
         predicates = (*self.in_specs.predicates, *self.out_specs.predicates)
         if predicates and not self.keeps_captures:
-            # None: what the predicates read cannot be listed. A new object equals no other key, so
-            # the predicates are then asked in each call.
-            filters = fingerprint_of(predicates) or object()
+            filters = fingerprint_of(predicates)
+            if filters is None:  # what the predicates read cannot be listed
+                # A new object equals no other key, so the predicates are asked in each call.
+                filters = object()
         return Dependencies(
             mesh=_compat.context_mesh() if self.reads_context else None,
             types=tuple(types) if self.reads_shapes else None,
@@ -167,10 +168,8 @@ class Transform:
 
     def _key_without(self, names: Collection[str]) -> Hashable:
         """Returns the class and the options except those with these names, in hashable form."""
-        fields = (field.name for field in dataclasses.fields(self))
-        return type(self), *(
-            strict_key(getattr(self, name)) for name in fields if name not in names
-        )
+        kept = [field.name for field in dataclasses.fields(self) if field.name not in names]
+        return type(self), *(strict_key(getattr(self, name)) for name in kept)
 
     def spec_of(self, spec: Any) -> Any:
         """Returns the final, hashable form of a spec that the user wrote."""
