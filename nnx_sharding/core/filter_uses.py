@@ -63,6 +63,8 @@ class FilterUse:
       rules: the filters, with a sharding for each.
       unmatched: the name and the subject of each location that needs a filter, and has none.
       added: the paths of those unmatched locations that a call added to its arguments.
+      is_for_container: whether filters have the path of an unmatched location with one more key in
+        front, as the path in a tuple or dict of modules would be.
 
     Private attributes:
 
@@ -83,6 +85,7 @@ class FilterUse:
         self.rules = rules
         self.unmatched: list[tuple[str, Any]] = []
         self.added: list[Path] = []
+        self.is_for_container = False
         self._matched: set[int | None] = set()
         self._shadowed: set[int] = set()
         self._keys: dict[Any, None] = {}
@@ -147,13 +150,22 @@ class FilterUse:
         self._keys.update(dict.fromkeys(match.path))
         self._arguments[argument] = None
 
-    def is_inside(self, path: Path) -> bool:
-        """Whether a path of a filter is this path below one more key, as in a tuple of modules.
+    def add_unmatched(self, named: NamedLocation, subject: object, *, is_added: bool) -> None:
+        """Notes a location that no filter matches, for the error of `check_matched`.
 
-        Only filters that list paths (``Paths``) are searched, as strategies make them.
+        Args:
+          named: the location.
+          subject: the Variable or array there.
+          is_added: whether the function has added the location to its arguments.
         """
+        path = named.paths[0]
+        self.unmatched.append((named.name, subject))
+        if is_added:
+            self.added.append(path)
+        # Only filters that list paths are searched, as strategies make them.
         filters = (filter_ for filter_ in self.rules.filters if isinstance(filter_, Paths))
-        return any(other[1:] == path for filter_ in filters for other in filter_.paths)
+        if any(other[1:] == path for filter_ in filters for other in filter_.paths):
+            self.is_for_container = True
 
     def merge(self, other: FilterUse) -> FilterUse:
         """Returns the decisions of two uses whose rules are equal, as one, for `unused`.
@@ -173,14 +185,14 @@ class FilterUse:
         """Yields a line for each filter that decided nothing, and is likely a mistake.
 
         A filter is likely a mistake if it looks misspelt, if it is for a module around the argument
-        (`_outer`), or if it matches only subjects about which earlier filters decided. Any other
-        filter may be meant for another argument or function. With ``strict``, filters that name
-        paths are mistakes as well. A filter for a type alone, such as ``nnx.BatchStat``, is none,
-        because it fits any model.
+        (`_for_outer_module`), or if it matches only subjects about which earlier filters decided.
+        Any other filter may be meant for another argument or function. With ``strict``, filters
+        that name paths are mistakes as well. A filter for a type alone, such as ``nnx.BatchStat``,
+        is none, because it fits any model.
         """
-        outer = self._outer()
-        for index, filter_ in enumerate(self.rules.filters):
-            if index in self._matched:
+        shorter_texts = self._for_outer_module()
+        for number, filter_ in enumerate(self.rules.filters):
+            if number in self._matched:
                 continue
             # Strategies list all paths, and a last filter for the rest may be left with nothing. It
             # is not known which Variables a user's function is for.
@@ -188,33 +200,35 @@ class FilterUse:
             predicate = to_predicate(filter_)
             if isinstance(filter_, Paths) or is_for_the_rest or is_opaque(predicate):
                 continue
-            if index in outer:
-                hint = f"; paths start at this argument, where {outer[index]} would match"
+            if number in shorter_texts:
+                hint = f"; paths start at this argument, where {shorter_texts[number]} would match"
             else:
                 hint = spelling_hint(filter_, self._keys)
-            if hint or index in self._shadowed or (strict and names_paths(predicate)):
-                yield f"  {self.rules.names[index]}, for {join_paths([*self._arguments])}{hint}"
-        if outer:
+            if hint or number in self._shadowed or (strict and names_paths(predicate)):
+                yield f"  {self.rules.names[number]}, for {join_paths([*self._arguments])}{hint}"
+        if shorter_texts:
             yield f"  all paths there: {', '.join(shortened(map(path_string, self._paths)))}"
 
-    def _outer(self) -> dict[int, str]:
-        """Returns the filters that are for a module around the argument, by their number.
+    def _for_outer_module(self) -> dict[int, str]:
+        """Finds filters that are for a module around the argument, by their number.
 
-        They would match without their first keys (the text is such a filter), and no filter for
-        paths decided anything. If one did, the others may be for other models, and are left out.
+        Such a filter would match without its first keys. The result has the text of the filter
+        without these. If any filter for paths decided something, the result is empty, because the
+        other filters may be for other models.
         """
         if any(map(self._depends_on_path, self._matched)):
             return {}
-        ends = {
-            number: without_first_keys(filter_, self._paths)
-            for number, filter_ in enumerate(self.rules.filters)
-        }
-        return {number: end for number, end in ends.items() if end}
+        shorter_texts = {}
+        for number, filter_ in enumerate(self.rules.filters):
+            text = without_first_keys(filter_, self._paths)  # "" if no such filter matches
+            if text:
+                shorter_texts[number] = text
+        return shorter_texts
 
     def outer_hint(self) -> str:
-        """Returns a sentence if filters are for a module around the argument, else nothing."""
-        end = next(iter(self._outer().values()), "")
-        return f"Paths start at this argument, where {end} would match." if end else ""
+        """Returns a sentence if filters are for a module around the argument; otherwise ""."""
+        text = next(iter(self._for_outer_module().values()), "")  # one of the filters is enough
+        return f"Paths start at this argument, where {text} would match." if text else ""
 
 
 def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None:
@@ -243,24 +257,24 @@ def check_filters(uses: Iterable[FilterUse], *, name: str, strict: bool) -> None
         warn_or_raise(UnusedFilterWarning, text, strict=strict, anchor="unused-filter")
 
 
-def check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
+def check_matched(uses: Iterable[FilterUse]) -> None:
     """Raises an error for Variables that no filter of their ``StateSharding`` matches, if any.
 
-    The error lists all of them, and says what to do about the first set of rules.
-
-    Args:
-      uses: the uses with such Variables (``unmatched``).
-      is_inside: whether the filters have paths of a tuple or dict of modules, such as ``(0,
-        "kernel")``, and were used for one of these modules, whose path is ``("kernel",)``.
+    The error lists the Variables of all ``uses``, and says what to do about the first set of rules.
     """
-    if not uses:
+    failed = [use for use in uses if use.unmatched]
+    if not failed:
         return
-    subjects = [subject for use in uses for _, subject in use.unmatched]
-    filters = "; or ".join(dict.fromkeys(filters_text(use.rules) for use in uses))
-    remedy = filter_remedy(uses[0].rules, subjects, uses[0].added)
-    if outer_hint := uses[0].outer_hint():
-        remedy = outer_hint  # a last filter for the rest would hide the mistake
-    if is_inside:  # the filters are right for a tuple or dict, and the argument is a part of it
+    first = failed[0]
+    unmatched = [item for use in failed for item in use.unmatched]  # pairs of name and subject
+    texts = dict.fromkeys(filters_text(use.rules) for use in failed)  # each text once
+    remedy = filter_remedy(first.rules, [subject for _, subject in unmatched], first.added)
+    outer_hint = first.outer_hint()
+    if outer_hint:
+        remedy = outer_hint  # the other remedy, a last filter for the rest, would hide the mistake
+    # The filters may have paths of a tuple or dict of modules, such as ``(0, "kernel")``, and be
+    # used for one of these modules, where the path is ``("kernel",)``.
+    if any(use.is_for_container for use in failed):
         remedy = (
             "Their paths begin with another key, as in a tuple or dict of modules: pass that as "
             "one argument, or choose shardings for each; fsdp(model, optimizer=optimizer) covers "
@@ -268,8 +282,8 @@ def check_matched(uses: Sequence[FilterUse], *, is_inside: bool) -> None:
         )
     raise_if_any(
         ValueError,
-        f"no filter of the {type(uses[0].rules).__name__} matches:",
-        [f"  {path}: {subject_text(x)}" for use in uses for path, x in use.unmatched],
-        f"{remedy} The filters are {filters}.",
+        f"no filter of the {type(first.rules).__name__} matches:",
+        [f"  {name}: {subject_text(subject)}" for name, subject in unmatched],
+        f"{remedy} The filters are {'; or '.join(texts)}.",
         anchor="no-filter-matches",
     )

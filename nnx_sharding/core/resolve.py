@@ -18,11 +18,11 @@ From ``filter_uses.py``:
 
     FilterUse       what the filters of one ``StateSharding`` (its ``rules``) decided. ``find``
                     returns a match for each path that may decide, at least one; ``number`` is None
-                    if no filter matches. ``unmatched`` and ``added`` are filled here, for the error
-                    of `check_matched`
+                    if no filter matches. ``add_unmatched`` notes a location for the error of
+                    `check_matched`
     needs_filter    whether it is an error if no filter matches: not for a number, nor for a
                     Variable without arrays
-    check_matched   raises the error for all unmatched Variables and arrays; nothing without uses
+    check_matched   raises the error for all unmatched Variables and arrays, if there are any
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ def resolve(
     bare_arrays: dict[int, NamedSpec] = {}  # the names and specs of bare arrays, by slot
     uses: dict[int, FilterUse] = {}  # by the id of the ``StateSharding``
     conflicts: list[Conflict] = []
-    is_inside = False  # whether rules for a tuple of modules were used for one of these modules
     for named in locations:
         index, slots = named.location.object_index, named.location.slots
         is_in_argument = named.argument.name in decided_arguments
@@ -115,10 +114,8 @@ def resolve(
             conflicts += _disagreements(named, matches, spec_of)
             # A subject that no filter matches is an error, unless it has no array or is a number.
             if matches[0].number is None and needs_filter(slots, subject):
-                use.unmatched.append((named.name, subject))
-                is_inside |= use.is_inside(named.paths[0])
-                if is_in_argument:  # the function has added the Variable
-                    use.added.append(named.paths[0])
+                # A Variable in an argument about which nothing is decided is new there.
+                use.add_unmatched(named, subject, is_added=is_in_argument)
                 continue
             if use.rules.on_indivisible is not None:
                 result.on_indivisible.update(dict.fromkeys(slots, use.rules.on_indivisible))
@@ -135,9 +132,8 @@ def resolve(
             conflicts.append(Conflict(decision, NamedSpec(named.name, spec)))
         for slot in slots:
             result.slots[slot] = decisions[key].spec
-    # Both raise only if their lists have items.
-    check_matched([use for use in uses.values() if use.unmatched], is_inside=is_inside)
-    _check_conflicts(conflicts)
+    check_matched(uses.values())  # raises only if there are unmatched locations
+    _check_conflicts(conflicts)  # raises only if there are conflicts
     result.filter_uses.extend(uses.values())
     return result
 
