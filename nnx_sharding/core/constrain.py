@@ -99,16 +99,18 @@ def _constrain(arrays: tuple[Any, ...], shardings: tuple[Sharding, ...]) -> tupl
         return cast(tuple[Any, ...], _CONSTRAINT(arrays, shardings))
     mesh = shardings[0].mesh
     specs = [cast(NamedSharding, sharding).spec for sharding in shardings]
-    if axes := axes_of_type(mesh, AxisType.Explicit):
+    explicit_axes = axes_of_type(mesh, AxisType.Explicit)
+    if explicit_axes:
         # Types have no UNCONSTRAINED dimensions, so the array keeps its sharding there.
         explicit_specs = [
-            without_unconstrained(keep_axes(spec, axes), array, mesh)
+            without_unconstrained(keep_axes(spec, explicit_axes), array, mesh)
             for array, spec in zip(arrays, specs, strict=True)
         ]
         arrays = _RESHARD(arrays, tuple(NamedSharding(mesh, spec) for spec in explicit_specs))
-    if axes := axes_of_type(mesh, AxisType.Auto):
-        auto = tuple(NamedSharding(mesh, keep_axes(spec, axes)) for spec in specs)
-        arrays = _CONSTRAINT(arrays, auto)
+    auto_axes = axes_of_type(mesh, AxisType.Auto)
+    if auto_axes:
+        auto_specs = [keep_axes(spec, auto_axes) for spec in specs]
+        arrays = _CONSTRAINT(arrays, tuple(NamedSharding(mesh, spec) for spec in auto_specs))
     # Neither operation moves arrays to another memory.
     return tuple(
         jax.device_put(array, sharding) if other_memory(sharding) else array
@@ -301,33 +303,42 @@ def retype_all(
       specs: a spec or None for each array. With None, an array keeps its spec over axes that stay
         Explicit, and is returned unchanged if it is on no mesh, or on a mesh with other axes.
     """
-    wanted = mesh.abstract_mesh
     new = [*leaves]
     targets: dict[int, NamedSharding] = {}  # by the position of the array
     for i, spec in enumerate([None] * len(new) if specs is None else specs):
-        present_mesh = type_mesh(new[i])
-        if spec is None:
-            # To keep its spec, an array has to be on a mesh of the same axes with other types.
-            is_on_mesh = present_mesh is not None and present_mesh.axis_names == mesh.axis_names
-            if not is_on_mesh or present_mesh == wanted:
-                continue
+        new_spec = _spec_on(mesh, new[i], spec)
+        if new_spec is None:  # the array has its new type already, or is to be left alone
+            continue
+        if spec is None:  # the array keeps its own spec, which may be reduced over some axes
             new[i] = _without_lost_reduced(new[i], mesh)
-            spec = keep_axes(
-                jax.typeof(new[i]).sharding.spec, axes_of_type(mesh, AxisType.Explicit)
-            )
-        elif present_mesh == wanted:
-            # The spec in a type has an entry for each dimension, so P("a") becomes P("a", None).
-            padded = with_entries(spec, pad_entries(spec, new[i].ndim))
-            if jax.typeof(new[i]).sharding.spec == padded:
-                continue
-        targets[i] = NamedSharding(mesh, spec)
+        targets[i] = NamedSharding(mesh, new_spec)
     if targets:
         # In a `vmap`, JAX adds the mapped axes to the spec if they are Explicit in context.
-        with jax.sharding.use_abstract_mesh(wanted):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             arrays = jax.sharding.reshard([new[i] for i in targets], [*targets.values()])
         for i, array in zip(targets, arrays, strict=True):
             new[i] = array
     return new
+
+
+def _spec_on(mesh: Mesh | AbstractMesh, x: Any, spec: PartitionSpec | None) -> PartitionSpec | None:
+    """Returns the spec with which an array has to be resharded to a mesh; None if it need not be.
+
+    ``spec`` and the arrays that stay are described at :func:`retype_all`.
+    """
+    present_mesh = type_mesh(x)
+    is_on_mesh = present_mesh == mesh.abstract_mesh  # with the same axis types
+    if spec is None:
+        has_same_axes = present_mesh is not None and present_mesh.axis_names == mesh.axis_names
+        if is_on_mesh or not has_same_axes:
+            return None
+        return keep_axes(jax.typeof(x).sharding.spec, axes_of_type(mesh, AxisType.Explicit))
+    if is_on_mesh:
+        # The spec in a type has an entry for each dimension, so P("a") becomes P("a", None).
+        padded = with_entries(spec, pad_entries(spec, x.ndim))
+        if jax.typeof(x).sharding.spec == padded:
+            return None
+    return spec
 
 
 def _without_lost_reduced(x: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:

@@ -223,17 +223,10 @@ def _compare(
             replaced.append(index)
         if not slots and new_entry == old_entry:  # an unchanged object without arrays of its own
             continue
-        # 1. Which arrays of the object are unchanged. All others are outputs. `slots_before` has
-        # the arrays in places that the object had before.
-        changed_slots = set(slots)
-        for slot, old_slot in slots_before(plan.structure, flat_after.structure, index).items():
-            # The function did not change an array whose tracer is still the same. The array is an
-            # output all the same if its buffer is donated, or if it gets another sharding.
-            is_same = flat_after.leaves[slot] is leaves[old_slot]
-            keeps_spec = specs[slot] == plan.object_specs[old_slot]
-            if is_same and keeps_spec and old_slot not in plan.donated:
-                sources[slot] = Source(INPUT, old_slot)
-                changed_slots.discard(slot)
+        # 1. Which arrays of the object are unchanged. All others are outputs.
+        unchanged = _unchanged_sources(plan, leaves, flat_after, specs, index)
+        sources |= unchanged
+        changed_slots = {*slots} - unchanged.keys()
         # 2. What has to be written back to the caller's object.
         if isinstance(new_entry, VariableEntry) and new_entry != old_entry:
             metadata.append(index)
@@ -256,6 +249,31 @@ def _compare(
         replaced=tuple(replaced),
     )
     return outcome, sources
+
+
+def _unchanged_sources(
+    plan: Plan, leaves: Arrays, flat_after: Flat, specs: Sequence[Spec], index: int
+) -> dict[int, Source]:
+    """Returns the sources of the arrays of one object that are no outputs, by slot after the call.
+
+    The function did not change an array whose tracer is still the same. The array is an output all
+    the same if its buffer is donated, or if it gets another sharding.
+
+    Args:
+      plan: has the structure before the call, and the specs of its arrays.
+      leaves: the arrays before the call, by slot.
+      flat_after: the graph after the call.
+      specs: the spec of each array after the call, by slot.
+      index: the index of the object.
+    """
+    unchanged: dict[int, Source] = {}
+    # `slots_before` leaves out arrays in places that the object did not have before.
+    for slot, old_slot in slots_before(plan.structure, flat_after.structure, index).items():
+        is_same = flat_after.leaves[slot] is leaves[old_slot]
+        keeps_spec = specs[slot] == plan.object_specs[old_slot]
+        if is_same and keeps_spec and old_slot not in plan.donated:
+            unchanged[slot] = Source(INPUT, old_slot)
+    return unchanged
 
 
 def _group_numbers(plan: Plan, specs: Sequence[Spec], names: Sequence[str]) -> dict[Any, int]:
