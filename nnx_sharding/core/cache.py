@@ -61,13 +61,16 @@ def plan_key(transform: Transform, call: SortedCall, flat: Flat) -> Hashable:
       flat: the same arguments, flattened.
     """
     structure, leaves = flat.structure, flat.leaves
+    numpy_slots: frozenset[int] = frozenset()
     # The exact type is compared first, because that is quick, and nearly always no slot is left.
-    not_jax = {slot for slot, leaf in enumerate(leaves) if type(leaf) is not _compat.ArrayImpl}
-    if not_jax:
-        not_jax &= structure.slots_of(NodeEntry)  # arrays that modules hold themselves
+    others = {slot for slot, leaf in enumerate(leaves) if type(leaf) is not _compat.ArrayImpl}
+    if others:
+        attribute_slots = structure.slots_of(NodeEntry)  # of arrays that modules hold themselves
         jax_types = (jax.Array, jax.ShapeDtypeStruct)  # a tracer is a `jax.Array`
-        not_jax = {slot for slot in not_jax if not isinstance(leaves[slot], jax_types)}
-    return call.signature, structure, transform.dependencies(leaves), frozenset(not_jax)
+        numpy_slots = frozenset(
+            slot for slot in others & attribute_slots if not isinstance(leaves[slot], jax_types)
+        )
+    return call.signature, structure, transform.dependencies(leaves), numpy_slots
 
 
 class Plans:
@@ -169,8 +172,9 @@ def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCa
       fun: the function.
       make_log: makes the log of traces of a new cache.
     """
+    functions = fun.functions if isinstance(fun, FunctionGroup) else (fun,)
     parts: list[Any] = []  # the objects whose identity makes the function the same
-    for function in fun.functions if isinstance(fun, FunctionGroup) else (fun,):
+    for function in functions:
         if inspect.ismethod(function):  # each access makes a new bound method
             parts += function.__func__, function.__self__
         else:

@@ -183,8 +183,10 @@ def _compilation_text(plan: Plan, leaves: Arrays) -> str:
     traced, lowered, compiled = (plan.reported.get(phase, 0.0) for phase in phases)  # seconds
     if _compat.CACHE_HIT in plan.reported:
         cache = ", persistent cache: hit"
-    else:
-        cache = ", persistent cache: miss" if jax.config.jax_compilation_cache_dir else ""
+    elif jax.config.jax_compilation_cache_dir:
+        cache = ", persistent cache: miss"
+    else:  # there is no cache
+        cache = ""
     return (
         f"{name} for {devices}: traced in {traced:.2f} s, lowered in {lowered:.2f} s, "
         f"compiled in {compiled:.2f} s{cache}"
@@ -202,8 +204,9 @@ def _devices_of(plan: Plan, leaves: Arrays) -> tuple[int, AnyMesh | None]:
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
     if mesh is not None:
         return mesh.size, mesh  # an abstract mesh has no devices, but a size
+    counts = [len(sharding.device_set) for sharding in shardings if sharding is not None]
     # A function without any array, such as one that makes arrays, runs on the default device.
-    return max((len(x.device_set) for x in shardings if x is not None), default=1), None
+    return max(counts, default=1), None
 
 
 class CacheNotice:

@@ -142,7 +142,8 @@ def _call_of_products(eqn: Any) -> _NewEquation:
     """
     out = eqn.outvars[0].aval.sharding  # a sharding on the mesh of the operands
     products: Callable[..., Any] = functools.partial(as_products, **eqn.params)
-    if explicit := axes_of_type(out.mesh, AxisType.Explicit):
+    explicit = axes_of_type(out.mesh, AxisType.Explicit)
+    if explicit:
         # On Explicit axes, JAX has to know the sharding of each intermediate array, and does not
         # know it for slices and reshapes of sharded dimensions. On Auto axes, XLA chooses.
         products = jax.sharding.auto_axes(products, axes=tuple(explicit), out_sharding=out)

@@ -181,7 +181,8 @@ def _check_obstacles(plan: Plan, arrays: Mapping[int, DeclaredArray]) -> None:
     fit_specs(plan.transform, names, shapes, specs, on_indivisible={})
     lines = []
     for x in arrays.values():
-        if reason := obstacle(x.array, x.declared):
+        reason = obstacle(x.array, x.declared)
+        if reason is not None:
             lines.append(f"  {x.name}: {reason}")
     head = f"{plan.transform.name}: these arrays cannot be placed as declared:"
     raise_if_any(ValueError, head, lines)
@@ -203,13 +204,12 @@ def as_declared(plan: Plan, leaves: Arrays) -> list[Any]:
     for slot, (leaf, sharding) in enumerate(zip(leaves, plan.shardings, strict=True)):
         if sharding is None:
             continue
-        is_replaced = slot in placed
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            # JAX gives an abstract array without a sharding the one that it gets as an option.
-            # `nnx.eval_shape` makes abstract arrays with shardings while a mesh is in context.
-            is_left_to_jax = transform.passes_shardings and not leaf.sharding
-            is_replaced |= not is_left_to_jax
-        if is_replaced and decide(leaf, sharding, transform.on_committed) == "move":
+        # JAX gives an abstract array without a sharding the one that it gets as an option.
+        # `nnx.eval_shape` makes abstract arrays with shardings while a mesh is in context.
+        is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+        is_left_to_jax = is_abstract and transform.passes_shardings and not leaf.sharding
+        may_be_replaced = slot in placed or (is_abstract and not is_left_to_jax)
+        if may_be_replaced and decide(leaf, sharding, transform.on_committed) == "move":
             result[slot] = abstract(leaf, sharding)
     return result
 

@@ -162,24 +162,25 @@ def captured_shards(
       constants: the arrays that a trace of the function has captured. If this is None, all arrays
         that the function may capture are returned.
     """
-    arrays: list[NamedValue] = []
+    arrays: list[NamedValue] = []  # all arrays, also those that are not sharded
     for name, value in captured_values(fun):
         arrays += _named_arrays(name, value)
     if constants is not None:
         name_of_id: dict[int, str] = {}
         for name, array in arrays:
             name_of_id.setdefault(id(array), name)  # the first name of an array counts
-        # An array that is deep in a container, or made by the function, has no name. All constants
-        # are taken, also those that are not sharded; the last line leaves these out.
+        # An array that is deep in a container, or made by the function, has no name.
         arrays = [NamedValue(name_of_id.get(id(x), "an array"), x) for x in constants]
-    return [x for x in arrays if _is_array(x.value) and not x.value.is_fully_replicated]
+    return [
+        named for named in arrays if _is_array(named.value) and not named.value.is_fully_replicated
+    ]
 
 
 def closure(fun: types.FunctionType) -> dict[str, Any]:
-    """Returns the variables of enclosing functions that a function uses, if assigned."""
+    """Returns the variables of enclosing functions that a function uses, by name."""
     variables: dict[str, Any] = {}
     for name, cell in zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # a variable that is not assigned yet is left out
             variables[name] = cell.cell_contents
     return variables
 

@@ -148,7 +148,9 @@ def _products_and_grouped(
     for eqn in eqns:
         if eqn.primitive.name == "dot_general" or is_grouped(eqn):
             yield *outer, eqn
-        for inner in _compat.jaxprs_of(eqn) if eqn.params else ():
+        if not eqn.params:  # most equations have none
+            continue
+        for inner in _compat.jaxprs_of(eqn):
             if id(inner) in without:
                 continue
             inner_chains = [*_products_and_grouped(inner.eqns, (*outer, eqn), without)]

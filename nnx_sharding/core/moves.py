@@ -48,7 +48,8 @@ class Move:
 
     def advance(self, array: AnyArray) -> None:
         """Replaces the array by the result of a step; if that is a new array, it is ours."""
-        self.is_ours |= array is not self.array
+        if array is not self.array:
+            self.is_ours = True
         self.array = array
 
 

@@ -85,11 +85,11 @@ def place_arrays(
             is_number = isinstance(leaf, bool | int | float | complex | np.generic)
             key = (slot if is_number else id(leaf), is_number, sharding)
             moves.setdefault(key, Move(leaf, sharding)).slots.append(slot)
-    num_targets = Counter(id(move.array) for move in moves.values())
+    num_targets = Counter(id(move.array) for move in moves.values())  # by the id of an array
     for move in moves.values():
         array_id = id(move.array)
-        is_unused = array_id not in staying and num_targets[array_id] == 1
-        move.is_ours = donate and is_unused and isinstance(move.array, jax.Array)
+        has_no_other_use = array_id not in staying and num_targets[array_id] == 1
+        move.is_ours = donate and has_no_other_use and isinstance(move.array, jax.Array)
     donated = [move.array for move in moves.values() if move.is_ours]  # the old arrays
     _perform([*moves.values()], alias=may_alias)  # `move.array` is then the new one
     for move in moves.values():

@@ -13,6 +13,8 @@ From other modules:
     is_single_spec   whether a value is the spec of one array, or None
     suggested_spec   the end of a message: what to write instead of a value; "" if unknown
     path_key         a key of JAX's key paths as NNX writes it: an index, a dict key, or a name
+    to_predicate     a filter as a function of a path and a Variable, which says whether it matches
+    is_opaque        whether nothing is known of such a function, because it is the user's
 """
 
 from __future__ import annotations
@@ -71,17 +73,16 @@ class PathFunction(StateSharding):
         return True
 
     def find(self, path: Path, variable: object) -> tuple[int | None, Any]:
-        """Returns the number of a filter that has matched, and the sharding for a path.
+        """Returns the number of the filter that decides about a path, and the path's sharding.
 
         The caller uses the number to warn of unused filters. All filters here are the same
-        function, one for each sharding, so the number is 0 for a sharding that is not listed.
-
-        The user's function may raise an error of its own.
+        function, and there is one for each known sharding. If the function returns another
+        sharding, the number is 0. The function may raise an error of its own.
         """
-        has_spec = path in self._by_path
-        sharding = self._by_path[path] if has_spec else self._function(path, variable)
-        is_listed = sharding in self.shardings
-        return self.shardings.index(sharding) if is_listed else 0, sharding
+        is_known = path in self._by_path
+        sharding = self._by_path[path] if is_known else self._function(path, variable)
+        number = self.shardings.index(sharding) if sharding in self.shardings else 0
+        return number, sharding
 
     @property
     def _key(self) -> tuple[Any, ...]:
@@ -157,8 +158,10 @@ class Specs:
         for rule in self.rules:
             if isinstance(rule, StateSharding):
                 written += rule.shardings
-                self.depend_on_values |= rule.depends_on_values
-                self.predicates += filter(is_opaque, map(to_predicate, rule.filters))
+                if rule.depends_on_values:
+                    self.depend_on_values = True
+                predicates = map(to_predicate, rule.filters)
+                self.predicates += (predicate for predicate in predicates if is_opaque(predicate))
             else:
                 written.append(rule)
         self.written = tuple(written)

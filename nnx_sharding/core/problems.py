@@ -109,13 +109,14 @@ def committed_elsewhere(name: str, arrays: Iterable[DeclaredArray]) -> Exception
 
 def out_of_range(values: jax.Array | np.ndarray[Any, Any], dtype: np.dtype[Any]) -> str:
     """Returns the range of integers as text if another dtype cannot hold it; otherwise ""."""
-    if dtype == values.dtype or not values.size:
-        return ""
-    if not all(jnp.issubdtype(x, jnp.integer) for x in (values.dtype, dtype)):
+    are_integers = jnp.issubdtype(values.dtype, jnp.integer) and jnp.issubdtype(dtype, jnp.integer)
+    is_empty = values.size == 0  # an empty array has no smallest value
+    if not are_integers or is_empty or dtype == values.dtype:
         return ""
     low, high = int(values.min()), int(values.max())
     limits: Any = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]
-    return "" if limits.min <= low and high <= limits.max else f"{low} to {high}"
+    can_hold = limits.min <= low and high <= limits.max
+    return "" if can_hold else f"{low} to {high}"
 
 
 def check_mesh(name: str, mesh: object) -> None:

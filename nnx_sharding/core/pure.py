@@ -285,16 +285,15 @@ def _locate_new(plan: Plan, output: object, new_structure: Structure) -> list[Na
     result = split_argument("output", transform.out_specs.tree, output, new_structure.root, option)
     # The arguments have a new Variable or array only if there are new objects, if a module links to
     # other objects (its entry differs), or if a module holds arrays itself (it has slots).
-    old_structure = plan.structure
-    is_unchanged = len(old_structure.entries) == len(new_structure.entries) and all(
-        new == old and not slots
-        for old, new, slots in zip(
-            old_structure.entries, new_structure.entries, new_structure.slots, strict=True
-        )
-        if isinstance(old, NodeEntry)
+    old_entries, new_entries = plan.structure.entries, new_structure.entries
+    has_new_objects = len(old_entries) != len(new_entries)
+    # zip is not strict, because new objects come after the old ones.
+    has_changed_modules = any(
+        isinstance(old, NodeEntry) and (new != old or slots)
+        for old, new, slots in zip(old_entries, new_entries, new_structure.slots, strict=False)
     )
     # Without updates, objects that the function attached to its arguments are not written back.
-    may_have_new = plan.updates and not is_unchanged
+    may_have_new = plan.updates and (has_new_objects or has_changed_modules)
     return locate(new_structure, [*plan.graph_arguments, result] if may_have_new else [result])
 
 

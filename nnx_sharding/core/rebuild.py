@@ -261,9 +261,10 @@ def rebuild(
     changed = [index for index, slots in enumerate(structure.slots) if not fresh.isdisjoint(slots)]
     if not (foreign or flat.updatable):
         refused = [objects[index] for index in changed if not _compat.can_update(objects[index])]
-        if stale := {type(obj).__name__ for obj in refused}:
+        if refused:
+            type_names = sorted({type(obj).__name__ for obj in refused})
             raise _compat.TraceContextError(
-                f"{caller} cannot change objects of another trace: {', '.join(sorted(stale))}. "
+                f"{caller} cannot change objects of another trace: {', '.join(type_names)}. "
                 "Pass the module as an argument of the function that is traced."
             )
     variables: list[int] = []

@@ -180,7 +180,8 @@ class AxisTypeChange(NamedTuple):
         chosen = allowed if axes is None or isinstance(axes, bool) else axes
         # A spec with these axes fits the mesh if the mesh has all of them, if none is Manual, and
         # if none is named twice.
-        if reasons := fit_sharding(PartitionSpec(*chosen), outer).reasons:
+        reasons = fit_sharding(PartitionSpec(*chosen), outer).reasons  # "" if it fits
+        if reasons:
             raise ValueError(
                 f"{name}: {option}={axes!r}: {reasons}\nThe mesh is {describe_mesh(outer)}."
             )

@@ -125,8 +125,9 @@ class Parameters:
         self.fun_name = name_of(fun)
         try:
             parameters = list(inspect.signature(fun).parameters.values())
-        except (ValueError, TypeError):  # some functions written in C
-            parameters = list(inspect.signature(lambda *args, **kwargs: None).parameters.values())
+        except (ValueError, TypeError):  # some functions written in C have no signature
+            any_parameters = inspect.signature(lambda *args, **kwargs: None).parameters
+            parameters = list(any_parameters.values())
 
         def names_of(*kinds: object) -> tuple[str, ...]:
             return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
@@ -146,7 +147,8 @@ class Parameters:
         self._unbound = names[bound:]
         # With ``*args``, only the call knows where the arguments end.
         self._from_call = from_call or self.var_positional is not None
-        self._all_must_be_passed = from_call  # `jax.checkpoint` does both
+        # `jax.checkpoint`, for which ``from_call`` is, refuses positions before the first argument.
+        self._all_must_be_passed = from_call
         self.static = self._complete(roles.static_argnums, roles.static_argnames)
         donated = self._complete(roles.donate_argnums, roles.donate_argnames)
         # Negative positions donate nothing if there are ``*args``, as in JAX.

@@ -82,7 +82,7 @@ def _shows_changes(entry: Entry | None, slots: Sequence[int], obj: object) -> bo
     # container that is fine, because its flags are a part of the content.
     pairs = zip(entry.keys, entry.children, strict=True)
     containers = [key for key, child in pairs if type(child) not in (Static, int)]
-    return containers in ([], [_compat.STATE])
+    return all(key == _compat.STATE for key in containers)
 
 
 def _content(obj: object) -> tuple[Any, ...]:

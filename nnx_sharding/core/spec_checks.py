@@ -58,7 +58,8 @@ def check_axes(
         if pair is None:
             continue
         _, mesh = pair
-        if problems := _mesh_mismatches(transform, spec, mesh):
+        problems = _mesh_mismatches(transform, spec, mesh)
+        if problems:
             mismatches[spec] = problems
             sizes.update(mesh.shape)
     if not mismatches:
@@ -72,7 +73,8 @@ def check_axes(
         option = transform.in_name if is_input else transform.out_name
         names = join_paths(names_by_spec[spec] or [option])
         lines.append(f"  {describe(spec)} for {names}: {'; '.join(map(str, problems))}")
-    sizes.update({} if transform.context is None else transform.context.shape)
+    if transform.context is not None:
+        sizes.update(transform.context.shape)
     axes = ", ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
     raise_if_any(
         ValueError,

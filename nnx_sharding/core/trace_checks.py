@@ -119,7 +119,7 @@ def check_objects(
         # Most objects are unchanged, and an unchanged object has kept its entry.
         if old_entry is entry and old_entry is not None:
             continue
-        traced_paths = _tracers(entry, static_ids)
+        traced_paths = _paths_to_tracers(entry, static_ids)
         misused[_TRACER_IN_STATIC] += (_Misused(index, path) for path in traced_paths)
         if isinstance(entry, NodeEntry | VariableEntry):
             # The object is new in the graph, but was not made in this trace.
@@ -221,7 +221,7 @@ def check_captured(fun: Callable[..., Any], leaves: Arrays, *, name: str, strict
 _INDEXING = frozenset({"dynamic_slice", "gather", "slice", "squeeze"})  # primitives of JAX
 
 
-def _tracers(entry: Entry | None, static_ids: Set[int]) -> Iterator[Path]:
+def _paths_to_tracers(entry: Entry | None, static_ids: Set[int]) -> Iterator[Path]:
     """Yields the paths to traced arrays, Variables and modules among an object's static values.
 
     For a module with ``self.config = {"scale": x}``, where ``config`` is static, the path of ``x``

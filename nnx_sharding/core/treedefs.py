@@ -77,7 +77,8 @@ def node_types(treedef: PyTreeDef) -> set[type]:
     stack = [treedef]
     while stack:
         node = stack.pop()
-        if (data := node.node_data()) is not None:  # None for a leaf
+        data = node.node_data()
+        if data is not None:  # None for a leaf
             node_type, _ = data
             types.add(node_type)
             stack += node.children()
