@@ -33,6 +33,11 @@ From other modules:
     not_copied     the indices of static objects that a trace gets itself, and of all that they hold
     name_as        sets the name of a function of arrays, and the names of its parameters
     not_arrays     the error for values that are not arrays; None if all are
+    locate         finds where the Variables and arrays of arguments or outputs are; ``slot_names``
+                   has the name of each array
+    fit_specs      returns the specs that fit their arrays; raises an error for the others, unless
+                   the user wants them to be corrected
+    check_filters  warns of filters that decided nothing
 """
 
 from __future__ import annotations

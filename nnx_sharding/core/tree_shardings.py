@@ -21,6 +21,12 @@ From other modules:
     fit_sharding     decides for one array: returns a ``Fit`` with the spec after corrections, and
                      the problems
     obstacle         why an array cannot be moved to a sharding; None if it can
+    mesh_in_trace    a mesh with the axis types that it has in the current trace
+    replace_spec     a sharding with another spec
+    without_unconstrained   a spec, in which the array's present sharding replaces UNCONSTRAINED
+    locate           finds where the Variables and arrays of a tree are; ``slot_names`` has the
+                     expression for each array
+    check_filters    warns of filters that decided nothing; raises an error if ``strict``
 """
 
 from __future__ import annotations
