@@ -136,21 +136,22 @@ class Operation:
         """
         _current.reset(self._token)
         with self._resources:  # closes the resources even after an error
-            try:
-                if error is None:
+            if error is None:
+                try:
                     # Resources are closed before the other processes may return, so that they find
                     # nothing left.
                     self._resources.close()
                     self.agree()
-                elif isinstance(error, OSError) and not isinstance(error, _KINDS):
-                    text = f"{self._caller}: cannot use {self._place}: {error}."
-                    raise CheckpointError(text) from error
-                else:
-                    raise error  # for the clause below, which reports all errors
-            except BaseException as raised:
-                self._leave(raised)
-                if raised is not error:  # Python raises the error of the block by itself
+                except BaseException as raised:
+                    self._leave(raised)
                     raise
+            elif isinstance(error, OSError) and not isinstance(error, _KINDS):
+                text = f"{self._caller}: cannot use {self._place}: {error}."
+                failure = CheckpointError(text)
+                self._leave(failure)
+                raise failure from error
+            else:
+                self._leave(error)  # then Python raises the error, because this returns None
 
     def enter(self, resource: AbstractContextManager[T]) -> T:
         """Enters a context that ends with the operation, once no process works there any more."""

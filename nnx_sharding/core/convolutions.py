@@ -209,12 +209,7 @@ def as_products(
 
     features = groups * kernel.shape[1]
     window = kernel.shape[3:]
-    num_outputs: list[int] = []  # the number of outputs in each spatial dimension
-    for d, size in enumerate(x.shape[3:]):
-        span = _span(window[d], rhs_dilation[d])
-        # A kernel that is larger than its input has no outputs.
-        num_outputs.append(max(0, (size - span) // window_strides[d] + 1))
-    outputs = tuple(num_outputs)
+    outputs = _output_shape(x.shape[3:], window, window_strides, rhs_dilation)
     out_type = preferred_element_type or jnp.result_type(x, kernel)
     # 16-bit types are added up with 32 bits, because a convolution rounds once, and not after each
     # term.
@@ -295,6 +290,24 @@ def _span(size: int, step: int) -> int:
     Three positions in steps of 2 are 0, 2 and 4, so they span 5 positions.
     """
     return (size - 1) * step + 1
+
+
+def _output_shape(
+    sizes: Sequence[int], window: Sequence[int], strides: Sequence[int], dilation: Sequence[int]
+) -> tuple[int, ...]:
+    """Returns the number of outputs in each spatial dimension.
+
+    Args:
+      sizes: the spatial shape of the padded input.
+      window: the spatial shape of the kernel.
+      strides: the distance of windows in the input.
+      dilation: the distance of the positions of one window in the input.
+    """
+    outputs = []
+    for size, length, stride, step in zip(sizes, window, strides, dilation, strict=True):
+        # A kernel that is larger than its input has no outputs.
+        outputs.append(max(0, (size - _span(length, step)) // stride + 1))
+    return tuple(outputs)
 
 
 def _slice(

@@ -35,6 +35,7 @@ from jax.sharding import AbstractMesh, AxisType
 from .. import _compat
 from ..errors import WrongGradientWarning, message, warn_or_raise
 from ..specs.fitting import axes_of_type
+from ..specs.types import AxisName
 from .convolutions import Replacements, is_grouped
 
 T = TypeVar("T")
@@ -60,23 +61,36 @@ def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, ne
     if not divided:
         return
     auto = divided & axes_of_type(mesh, AxisType.Auto)
-    has_groups = False  # whether there are convolutions with groups
-    lines = list[str]()  # one line for each product with a reduced operand
     # Each item is a product or grouped convolution behind its enclosing equations: (call, loop,
     # product).
-    for *outer, eqn in _products_and_grouped(_compat.trace_equations()):
-        if is_grouped(eqn):
-            has_groups = True
-        elif auto and any(x.sharding.spec.reduced for x in _compat.operand_types(eqn)):
-            module_path = path_of([*outer, eqn])  # ``blocks[0].mlp``, for example, or ""
-            place = f"{module_path}: {_REDUCED}" if module_path else _REDUCED
-            lines.append(f"  {place}: {', '.join(map(repr, sorted(auto)))}. {_REMEDY}")
-    if has_groups:
+    chains = [*_products_and_grouped(_compat.trace_equations())]
+    # The lines are made first, because replacing changes equations in place.
+    lines = _lines_for_reduced(chains, auto) if auto else []
+    if any(is_grouped(eqn) for *_, eqn in chains):
         _compat.replace_equations(Replacements(divided).of)
     if lines and not nested:  # the outer trace has these operations as well, and warns
         head = f"{name}: by known faults of XLA, these gradients may be multiplied by the sizes of"
         text = message(f"{head} mesh axes:", lines)
         warn_or_raise(WrongGradientWarning, text, strict=strict, anchor="wrong-gradient")
+
+
+def _lines_for_reduced(chains: Iterable[tuple[Any, ...]], auto: frozenset[AxisName]) -> list[str]:
+    """Returns a line of the warning for each product with a reduced operand.
+
+    Args:
+      chains: the products and grouped convolutions, each behind its enclosing equations.
+      auto: the Auto axes over which XLA divides arrays, at least one.
+    """
+    lines = []
+    for chain in chains:
+        eqn = chain[-1]
+        if is_grouped(eqn):
+            continue
+        if any(operand.sharding.spec.reduced for operand in _compat.operand_types(eqn)):
+            module_path = path_of(chain)  # ``blocks[0].mlp``, for example, or ""
+            place = f"{module_path}: {_REDUCED}" if module_path else _REDUCED
+            lines.append(f"  {place}: {', '.join(map(repr, sorted(auto)))}. {_REMEDY}")
+    return lines
 
 
 def refuse_gradients_of_varying(tree: T, *, name: str) -> T:

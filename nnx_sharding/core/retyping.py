@@ -247,14 +247,10 @@ class RetypedArrays(NamedTuple):
         # The slots of arrays that still have the types of the call. All other arrays need no new
         # type, because they are original ones, or on no mesh.
         inner_slots = [slot for slot, array in enumerate(arrays) if type_mesh(array) == inner]
-        # By slot: the specs over Explicit axes that are known, for scalars and for old objects.
-        specs = {slot: PartitionSpec() for slot in inner_slots if not arrays[slot].ndim}
-        # zip is not strict, because objects that the function made come after the old ones.
-        for old_slots, slots in zip(old_structure.slots, flat_after.structure.slots, strict=False):
-            # An object with as many arrays as before has a new array in place of each old one.
-            if len(old_slots) == len(slots):
-                old_specs = (type_spec(self.leaves[slot]) or PartitionSpec() for slot in old_slots)
-                specs.update(zip(slots, old_specs, strict=True))
+        specs = self._old_specs(old_structure, flat_after.structure)
+        for slot in inner_slots:
+            if arrays[slot].ndim == 0 and slot not in specs:
+                specs[slot] = PartitionSpec()
         # An update may have another shape, which the old spec does not divide.
         typed_slots = [
             slot
@@ -268,6 +264,24 @@ class RetypedArrays(NamedTuple):
             arrays[slot] = array
         untyped = {slot: arrays[slot] for slot in sorted({*inner_slots} - {*typed_slots})}
         return LeavingArrays(arrays, untyped)
+
+    def _old_specs(
+        self, old_structure: Structure, new_structure: Structure
+    ) -> dict[int, PartitionSpec]:
+        """Returns the specs that arrays of old objects had in their types before the call.
+
+        The keys are slots after the call. If an object has another number of arrays than before,
+        its arrays are left out, because nothing tells which of them replaces which old array.
+        """
+        specs: dict[int, PartitionSpec] = {}
+        # zip is not strict, because objects that the function made come after the old ones.
+        for old_slots, slots in zip(old_structure.slots, new_structure.slots, strict=False):
+            if len(old_slots) == len(slots):
+                for old_slot, slot in zip(old_slots, slots, strict=True):
+                    old_spec = type_spec(self.leaves[old_slot])
+                    # None: no axis of the array's mesh is Explicit.
+                    specs[slot] = PartitionSpec() if old_spec is None else old_spec
+        return specs
 
     def with_declared_types(
         self,
