@@ -128,8 +128,7 @@ __all__ = [
     "zero1",
 ]
 
-# Imported on first use: most programs need one or two of them. Names in `__all__` that are not
-# imported above are in `partition`.
+# These modules are imported on first use, because most programs need one or two of them.
 _MODULES = frozenset(
     {
         "analysis",
@@ -146,10 +145,13 @@ _MODULES = frozenset(
         "training",
     }
 )
+# The modules of names in `__all__` that are not imported above. All other such names are in
+# `partition`.
 _ELSEWHERE = {"accumulate_gradients": "training", "place": "placement"}
 
 
 def __getattr__(name: str) -> object:
+    """Returns a module, or a function of one, that is imported when it is first used."""
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name in __all__:
@@ -159,5 +161,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    # What this file imports for itself is not offered.
+    # Names that this file imports for itself, such as `importlib`, are left out.
     return sorted({*_MODULES, *__all__, *(name for name in globals() if name.startswith("__"))})

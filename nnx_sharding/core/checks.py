@@ -94,6 +94,8 @@ def as_check(
     """
 
     def decorate(lines_of: Callable[..., Iterator[str]]) -> Check:
+        """Returns the check whose error has the lines that a function yields."""
+
         # ``details`` are the arrays, and for some checks what a program was compiled for.
         def check(plan: Plan, *details: object) -> Exception | None:
             first = head.format(name=plan.transform.name, fun_name=plan.fun_name)

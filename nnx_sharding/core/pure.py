@@ -88,6 +88,7 @@ def pure_function(plan: Plan, fun: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def pure(*leaves: object) -> Any:
+        """Traces the user's function on these arrays; returns what `call_and_pack` does."""
         caller = current_caller()
         assert caller is not None  # a call has asked JAX for this trace
         # A call at top level has a plan, and may have deferred Ctrl-C. Nothing has run yet, and

@@ -126,6 +126,7 @@ class _ArrayDetail(NamedTuple):
 
 
 def _open_array(x: object) -> tuple[_ArrayDetail, Sequence[Any]]:
+    """Returns the detail of an array or scalar of NumPy, and its elements if they are objects."""
     plain = x.view(np.ndarray) if isinstance(x, np.ndarray) else np.asarray(x)
     if plain.dtype.hasobject:
         return _ArrayDetail(plain.dtype, plain.shape, None), plain.ravel().tolist()
