@@ -18,6 +18,7 @@ From other modules:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import _compat
@@ -42,27 +43,18 @@ def describe_hijax(flattener: Flattener, variable: object, position: int) -> Var
       position: where a guard can read the Variable again.
     """
     plain = _compat.plain_variable(variable)
-    # Nothing of the copy is recorded, because a guard could not find the copy again. Only the last
-    # lines give the recorder back. The returns before them leave None, so the graph gets no guard.
+    # Nothing of the copy is recorded, because a guard could not find the copy again. The walk has
+    # no recorder meanwhile, and gets it back only if a guard can compare the original.
     recorder, flattener.recorder = flattener.recorder, None
-    num_before = len(flattener.leaves)
+    first_slot = len(flattener.leaves)
     value = flattener.pytree_child(_compat.get_value(plain))
     entry = VariableEntry(type(plain), describe_metadata(flattener, plain, UNRECORDED), value)
-    if recorder is None or not _compat.is_concrete_hijax(variable):  # a tracer has no leaves
-        return entry
-    treedef, leaves = _compat.get_treedef(variable), _compat.get_leaves(variable)
-    # A guard compares the treedef by value, and the metadata are in it. None: some metadata are
-    # not compared by value.
-    if any(value_key(data) is None for data in aux_of(treedef)):
-        return entry
-    # What was read in the copy, in order: LEAF for an array, or the index of an object.
+    # LEAF for each array in the copy, and the index of each object, in order.
     parts: list[Any] = [part for part in atoms((value,)) if part is LEAF or type(part) is int]
-    arrays = iter(flattener.leaves[num_before:])
-    values = [next(arrays) if part is LEAF else flattener.objects[part] for part in parts]
-    # A guard reads the leaves of the original instead, so these have to be the same objects.
-    if [*map(id, values)] != [*map(id, leaves)]:
+    if recorder is None or not _is_comparable(flattener, variable, parts, first_slot):
         return entry
     # The recorder is told about the original what it would have been told about the copy.
+    treedef, leaves = _compat.get_treedef(variable), _compat.get_leaves(variable)
     leaf_positions = recorder.open_hijax(position, treedef, leaves)
     for leaf_position, part in zip(leaf_positions, parts, strict=True):
         if part is LEAF:
@@ -71,3 +63,26 @@ def describe_hijax(flattener: Flattener, variable: object, position: int) -> Var
             recorder.add_object(leaf_position, part)
     flattener.recorder = recorder
     return entry
+
+
+def _is_comparable(
+    flattener: Flattener, variable: object, parts: Sequence[Any], first_slot: int
+) -> bool:
+    """Whether a guard can compare a hijax Variable, by its treedef and its leaves.
+
+    Args:
+      flattener: the walk, which has read a plain copy of the Variable.
+      variable: the hijax Variable.
+      parts: what the copy holds, in order: ``LEAF`` for an array, or the index of an object.
+      first_slot: the slot of the first array in the copy.
+    """
+    if not _compat.is_concrete_hijax(variable):  # a tracer has no leaves
+        return False
+    # A guard compares the treedef by value, and the metadata are in it. None: some metadata are
+    # not compared by value.
+    if any(value_key(data) is None for data in aux_of(_compat.get_treedef(variable))):
+        return False
+    # A guard reads the leaves of the original, so these have to be the objects in the copy.
+    arrays = iter(flattener.leaves[first_slot:])
+    values = [next(arrays) if part is LEAF else flattener.objects[part] for part in parts]
+    return [*map(id, values)] == [*map(id, _compat.get_leaves(variable))]

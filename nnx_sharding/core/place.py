@@ -67,6 +67,9 @@ def place_arrays(
       alias: whether the result may share buffers with ``leaves``. It never does with NumPy arrays.
     """
     may_alias = alias and not donate  # the buffers of donated arrays are deleted
+    # An array that has its sharding already may be neither shared nor deleted, as in `place(...,
+    # copy=True)`. Its move then makes a copy.
+    copies_placed = not alias and not donate
     result = list(leaves)
     # The key is the id of an array or the slot of a number, whether it is a number, and the target.
     moves: dict[tuple[int, bool, Any], Move] = {}
@@ -74,10 +77,8 @@ def place_arrays(
     for slot, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             result[slot] = leaf if sharding is None else leaf.update(sharding=sharding)
-        elif sharding is None or (is_placed(leaf, sharding) and (alias or donate)):
-            # The leaf itself is returned. A leaf that is placed is moved all the same if it may be
-            # neither shared nor deleted, as in `place(..., copy=True)`: the move makes a copy.
-            staying.add(id(leaf))
+        elif sharding is None or (is_placed(leaf, sharding) and not copies_placed):
+            staying.add(id(leaf))  # the leaf itself is returned
         else:
             # An array in several slots is moved once, so that it stays one array. Its id is safe as
             # a key because ``leaves`` keeps it alive. Equal numbers may be one object in Python,
