@@ -24,6 +24,7 @@ From other modules:
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -44,9 +45,9 @@ _COMPLEX = {"add": 2, "subtract": 2, "negate": 2, "multiply": 6, "divide": 11, "
 _UNKNOWN = {"batch-norm-grad", "batch-norm-inference", "batch-norm-training", "cholesky", "scan"}
 _UNKNOWN |= {"scaled-dot", "triangular-solve"}
 _SORTS = re.compile(r"(__gpu\$)?TopK|__topk|__cub\$")
-# The TPU compiler's kernel that finds the rows of each group in front of a `ragged_dot`; it adds up
-# one integer for each group.
-_METADATA = "ragged-dot-metadata"
+# The TPU compiler's kernel that finds the rows of each group in front of a `ragged_dot`. The kernel
+# only adds up one integer for each group, so it counts as 0 flops.
+_RAGGED_DOT_METADATA = "ragged-dot-metadata"
 
 
 def product_flops(instruction: Instruction, operands: Operands) -> int | None:
@@ -84,23 +85,24 @@ def _dot_flops(instruction: Instruction, lhs: Sequence[int], result: Sequence[in
     Returns:
       The flops; None if it is no product, or its text is damaged.
     """
-    # The dimensions of ``lhs`` that it sums over: of a dot the attribute
-    # ``lhs_contracting_dims={1}``, of a library's product a part of the call's configuration.
+    # The text with the dimensions of ``lhs`` that the product sums over. A dot has the attribute
+    # ``lhs_contracting_dims={1}``; the call of a library has a list in its configuration.
     summed = instruction.attributes.get("lhs_contracting_dims")
     if summed is None and instruction.opcode == "custom-call":
         match = _SUMMED.search(instruction.attributes.get("backend_config", ""))
         summed = match[1] if match else None
     if summed is None and instruction.opcode not in PRODUCTS:
         return None
-    axes = [int(axis) for axis in re.findall(r"\d{1,3}", summed or "")]  # none: an outer product
+    # An outer product sums over no dimension, so it may lack the text.
+    axes = [int(axis) for axis in re.findall(r"\d{1,3}", summed or "")]
     if any(axis >= len(lhs) for axis in axes):
         return None
-    flops = 2 * math.prod(result) * math.prod(lhs[axis] for axis in axes)
-    return flops * _real_per_complex(instruction)
+    terms = math.prod(lhs[axis] for axis in axes)  # the number of terms in each sum
+    return 2 * math.prod(result) * terms * _real_multiply_adds(instruction)
 
 
-def _real_per_complex(product: Instruction) -> int:
-    """Counts the real multiply-adds for each of a product: 4 of complex numbers."""
+def _real_multiply_adds(product: Instruction) -> int:
+    """Counts the real multiply-adds in one multiply-add of a product: 4 if it is complex."""
     return 4 if _is_complex(product.results[0]) else 1
 
 
@@ -111,8 +113,9 @@ _SUMMED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 def _attention_flops(config: str, operands: Sequence[Sequence[int]]) -> int | None:
     """Counts the flops of attention in cuDNN, at the positions that its mask leaves.
 
-    Forward there are two products, with keys and with values; backward the scores again, and two
-    products for the gradient of each factor.
+    The forward pass has two products: of queries and keys, which are the scores, and of
+    probabilities and values. The backward pass has five: it computes the scores again, and the
+    gradients of queries, keys, probabilities and values.
 
     Args:
       config: the text in which XLA configures the call, such as ``{"mask_type":"CAUSAL", …}``.
@@ -126,27 +129,28 @@ def _attention_flops(config: str, operands: Sequence[Sequence[int]]) -> int | No
         return None
     *batch, queries, keys = (int(size) for size in re.findall(r"\d{1,18}", scores))
     width = int(window or keys) or keys  # how many keys a query attends to; 0 stands for all
-    # Pairs of a query and a key that the mask leaves. A sliding window is understood in a causal
-    # mask only.
+    # ``positions`` counts the pairs of a query and a key that the mask leaves. A sliding window is
+    # understood only together with a causal mask.
     if mask == "CAUSAL":
         most = min(width, keys)  # the largest number of keys of one query
         growing = min(queries, most)  # The first queries have 1, 2, 3 … keys.
         positions = growing * (growing + 1) // 2 + (queries - growing) * most
     elif mask in ("NO_MASK", "ALIBI") and width == keys:
         positions = queries * keys
-    else:  # a mask that depends on values
+    else:  # The mask depends on values.
         return None
     key_width = operands[0][-1]
     value_width = operands[2][-1]
     per_position = key_width + value_width
-    if "_grad_gemm" in config:
-        # scores, and the gradients of queries and keys; of the probabilities, and of values
+    if "_grad_gemm" in config:  # The call is of the backward pass.
+        # Scores and the gradients of queries and keys sum over the width of keys, or have it. The
+        # gradients of probabilities and values do so with the width of values.
         per_position = 3 * key_width + 2 * value_width
     return 2 * math.prod(batch) * positions * per_position
 
 
 def _text(pattern: re.Pattern[str], config: str) -> str:
-    """Returns the group of a pattern where it is found; empty where it is not."""
+    """Returns the first group of the first match of a pattern; empty without a match."""
     match = pattern.search(config)
     return match[1] if match else ""
 
@@ -164,20 +168,22 @@ def _convolution_flops(
 ) -> int | None:
     """Counts the flops of a convolution, without products with zeros of padding or dilation.
 
-    ``lhs``, ``rhs`` and ``result`` are the shapes of input, kernel and output. None if the text
-    does not say what their dimensions are.
+    ``lhs``, ``rhs`` and ``result`` are the shapes of input, kernel and output. Returns None if the
+    text does not say what their dimensions are.
     """
     labels = _LABELS.fullmatch(instruction.attributes.get("dim_labels", ""))
     if labels is None:
         return None
-    # The size of each dimension, by its label: `b01f_01io->b01f` for an image. b is the batch, f
-    # features, i and o those of the kernel, digits are spatial.
+    # In `b01f_01io->b01f`, for an image, b is the batch, f are the features of input and output, i
+    # and o the input and output features of the kernel, and digits are spatial dimensions. The
+    # three dicts below have the size of each dimension by its label.
     dims = zip(labels.groups(), (lhs, rhs, result), strict=True)
     inputs, kernel, outputs = (dict(zip(names, sizes, strict=False)) for names, sizes in dims)
     window = window_of(instruction)
-    # Each element of the output is a sum over input features and the window; 0 in damaged text.
+    # Each element of the output is a sum over input features and over the window. Damaged text may
+    # lack a label, and then counts as 0 flops.
     products: int = kernel.get("i", 0) * outputs.get("b", 0) * outputs.get("f", 0)
-    products *= _real_per_complex(instruction)
+    products *= _real_multiply_adds(instruction)
     for axis in filter(str.isdigit, kernel):
         in_window = elements_in_windows(
             size=inputs.get(axis, 0),
@@ -190,17 +196,19 @@ def _convolution_flops(
 
 
 def _window_along(window: Mapping[str, Sequence[int]], axis: int) -> dict[str, int]:
-    """Returns what a window is in one dimension, as arguments of :func:`elements_in_windows`.
+    """Returns the numbers of a window in one dimension, for :func:`elements_in_windows`.
 
-    ``window`` is from :func:`window_of`. HLO leaves out what has the default in all dimensions.
+    ``window`` is the result of :func:`window_of`. It lacks numbers that have their default in all
+    dimensions, because HLO leaves these out.
     """
 
     def number(key: str, default: int) -> int:
+        """Returns the number with this name in the dimension, or its default."""
         return window[key][axis] if axis < len(window.get(key, ())) else default
 
     return {
         "stride": number("stride", 1),
-        "low": number("pad", 0),  # what follows the last element needs no number
+        "low": number("pad", 0),  # Padding behind the last element is not needed.
         "dilation": number("lhs_dilate", 1),  # the dilation of the input
         "spacing": number("rhs_dilate", 1),  # the dilation of the kernel
     }
@@ -252,15 +260,16 @@ _LABELS = re.compile(r"(\w+)_(\w+)->(\w+)")
 
 
 def window_of(instruction: Instruction) -> dict[str, list[int]]:
-    """Reads the numbers of a window by name; of paddings, which are pairs, the lower one.
+    """Reads the numbers of a window: a list of one number for each dimension, by name.
 
-    For example, ``{size=3x3 pad=1_1x0_0}`` as ``{"size": [3, 3], "pad": [1, 0]}``. Others are
+    For example, ``{size=3x3 pad=1_1x0_0}`` becomes ``{"size": [3, 3], "pad": [1, 0]}``: a padding
+    has two numbers, before and behind the array, and only the first one is read. Other names are
     ``stride``, ``lhs_dilate`` (of the input) and ``rhs_dilate`` (of the window).
     """
     text = instruction.attributes.get("window", "")
     return {
-        # The number in front of an underscore, of each dimension: "1_1x0_0" → 1, 0. With up to nine
-        # digits, since damaged text may have any number.
+        # The first number of each dimension: "1_1x0_0" → 1, 0. At most nine digits are read,
+        # because damaged text may have any number.
         name: [int(number) for number in re.findall(r"(?:^|x)(-?\d{1,9})", numbers)]
         for name, numbers in re.findall(r"(\w+)=([-\dx_]+)", text)
     }
@@ -275,16 +284,19 @@ def other_flops(instruction: Instruction, operands: Operands) -> int | None:
     opcode, results = instruction.opcode, instruction.results
     elements = num_elements(results)
     if opcode in ELEMENTWISE:
-        firsts = (arrays[:1] for arrays in operands)
-        is_complex = any(_is_complex(shape) for shapes in (results, *firsts) for shape in shapes)
+        arrays = [*results, *itertools.chain.from_iterable(operands)]
+        # The result of an ``abs`` is real, so the operands count, too.
+        is_complex = any(map(_is_complex, arrays))
         return elements * (_COMPLEX.get(opcode, 1) if is_complex else 1)
     if opcode in ("all-reduce", "all-reduce-start"):
         # An addition counts for each element; a complex one is two additions.
         return sum(math.prod(x.dims) * (2 if _is_complex(x) else 1) for x in results)
     if opcode in ("sort", "topk") or _SORTS.match(instruction.target):
         # The result of a `topk` has fewer elements than are sorted, so the largest array counts.
-        dims = max([results, *operands], key=num_elements)[0].dims or (1,)
-        axis = re.search(r"\d{1,3}", instruction.attributes.get("dimensions", ""))  # {1}
+        largest = max([results, *operands], key=num_elements)[0]
+        dims = largest.dims or (1,)
+        # The dimension that is sorted along: ``dimensions={1}``, or the last one.
+        axis = re.search(r"\d{1,3}", instruction.attributes.get("dimensions", ""))
         row = dims[int(axis[0]) if axis else -1]
         return math.prod(dims) * max(row - 1, 0).bit_length()  # log2(row), rounded up
     if opcode == "fft":
@@ -293,7 +305,7 @@ def other_flops(instruction: Instruction, operands: Operands) -> int | None:
         # A callback to Python runs on the host, so the device computes nothing. The work of other
         # calls is not known.
         is_callback = CALLBACK.match(instruction.target) is not None
-        return 0 if is_callback or instruction.operation == _METADATA else None
+        return 0 if is_callback or instruction.operation == _RAGGED_DOT_METADATA else None
     return None if opcode in _UNKNOWN else 0
 
 
@@ -302,7 +314,9 @@ def _fft_flops(fft: Instruction) -> int:
     dims = fft.results[0].dims
     lengths = [int(text) for text in re.findall(r"\d{1,9}", fft.attributes["fft_length"])]
     rows = math.prod(dims[: len(dims) - len(lengths)])
-    points = math.prod(lengths)  # an FFT over n × m is m FFTs of n, and n of m
+    # An FFT over n × m points is m FFTs of n points, and n FFTs of m points. Their flops are those
+    # of one FFT of all n·m points.
+    points = math.prod(lengths)
     is_real = "RFFT" in fft.attributes.get("fft_type", "")
     return round((2.5 if is_real else 5) * rows * points * math.log2(max(points, 1)))
 
@@ -323,19 +337,19 @@ def applications(instruction: Instruction, operands: Operands) -> list[tuple[str
         return []
     # A reduce or scatter of several arrays of one shape applies its computation to an element of
     # each at once, so only one array is counted: the first array, or the last update.
-    array, second, last = operands[0], operands[1 if len(operands) > 1 else 0], operands[-1]
-    results = instruction.results
+    array, results = operands[0], instruction.results
     if opcode == "select-and-scatter":
         # The first computation selects one element in each window of the array. The second one adds
-        # an element of the second operand there.
-        counts = [_joined_in_windows(instruction, array, second), num_elements(second)]
+        # an element of the source there. Damaged text may lack the source.
+        source = operands[1] if len(operands) > 1 else array
+        counts = [_joined_in_windows(instruction, array, source), num_elements(source)]
         return [*zip(callees, counts, strict=False)]
     if opcode == "reduce":
         count = max(num_elements(array) - num_elements(results), 0)
     elif opcode == "reduce-window":
         count = _joined_in_windows(instruction, array, results)
     elif opcode == "scatter":
-        count = num_elements(last)  # The last operand is an update.
+        count = num_elements(operands[-1])  # The last operand is an update.
     else:  # The opcode is map.
         count = num_elements(results)
     return [(callee, count) for callee in callees]
@@ -349,7 +363,7 @@ def _joined_in_windows(
     Args:
       instruction: the reduction, whose text describes the windows.
       inputs: the array, as a list of one shape.
-      outputs: what has one element for each window.
+      outputs: an array with one element for each window, as a list of one shape.
 
     Returns:
       The count; 0 if the text is damaged.
