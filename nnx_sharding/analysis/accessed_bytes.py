@@ -65,10 +65,10 @@ def accessed_bytes(instruction: Instruction, operands: Operands, module: Module)
 
 
 def counted_bytes(shapes: Iterable[Shape], module: Module, at_most: int | None = None) -> int:
-    """Sums the bytes of arrays; for TPUs, only of arrays in main memory. At most ``at_most``.
+    """Sums the bytes of arrays; for TPUs, only of arrays in main memory.
 
-    In layouts, memory space 0 is the main memory of a TPU. Its vector memory and the host have
-    other numbers.
+    A sum larger than ``at_most`` counts as ``at_most``. In layouts, memory space 0 is the main
+    memory of a TPU. Its vector memory and the host have other numbers.
     """
     size = sum([s.bytes for s in shapes if not (s.memory_space and module.is_for_tpu)])
     return size if at_most is None else min(size, at_most)
@@ -210,32 +210,46 @@ def _bytes_written(
     The bytes are None if all of the array is written. Only updates in place and scatters, alone or
     within a fusion, write a part.
     """
-    # The bytes written of each result.
-    parts: list[int | None] = [None] * len(instruction.results)
+    fused = module.fused(instruction)
+    sizes: list[int | None] = []  # the bytes written of each result
     if instruction.opcode == "dynamic-update-slice" and len(operands) > 1:
-        parts = [total_bytes(operands[1])]
+        sizes = [total_bytes(operands[1])]
     elif instruction.opcode == "scatter":
-        parts = _update_bytes_of_scatter(operands)
-    elif callee := module.fused(instruction):
-        # The fusion writes as much of each result as the instruction inside that makes the result:
-        # an update in place writes one array; a scatter writes several, which are results one after
-        # another.
-        parts = []
-        inner = module.within[callee.name]
-        root = module.roots.get(callee.name)
-        results: Sequence[str] = ()  # the names of the instructions inside that make results
-        if root is not None:
-            results = root.operand_names if root.opcode == "tuple" else (root.name,)
-        for name in results:
-            maker = inner.get(name)
-            while maker is not None and maker.opcode == "bitcast":
-                maker = inner.get(maker.operand_names[0])
-            written = (
-                [] if maker is None else _bytes_written(maker, operands_of(maker, inner), module)
-            )
-            parts += [part for _, part in written] or [None]
-    # `strict=False` because damaged text may lack some of the instructions inside.
-    return list(zip(instruction.results, parts or itertools.repeat(None), strict=False))
+        sizes = _update_bytes_of_scatter(operands)
+    elif fused is not None:
+        sizes = _bytes_written_by_fusion(fused, module)
+    # Without sizes, all results are written as a whole. `strict=False` because damaged text may
+    # lack some of the instructions that make results.
+    return list(zip(instruction.results, sizes or itertools.repeat(None), strict=False))
+
+
+def _bytes_written_by_fusion(fused: Computation, module: Module) -> list[int | None]:
+    """Counts the bytes that a fusion writes of each result; None if all of a result is written.
+
+    The fusion writes as much of a result as the instruction inside that makes the result. An update
+    in place writes one array. A scatter writes several, which are results one after another.
+
+    Args:
+      fused: the computation that the fusion runs.
+      module: the program.
+    """
+    inner = module.within[fused.name]
+    root = module.roots.get(fused.name)
+    if root is None:  # Only damaged text lacks the root.
+        return []
+    names_of_makers = root.operand_names if root.opcode == "tuple" else (root.name,)
+    sizes: list[int | None] = []
+    for name in names_of_makers:
+        maker = inner.get(name)
+        while maker is not None and maker.opcode == "bitcast":  # A bitcast writes nothing itself.
+            maker = inner.get(maker.operand_names[0])
+        if maker is None:  # Damaged text lacks the instruction.
+            sizes.append(None)
+        else:
+            written = _bytes_written(maker, operands_of(maker, inner), module)
+            # An instruction that makes no array still stands for one result.
+            sizes += [size for _, size in written] or [None]
+    return sizes
 
 
 def host_bytes(instruction: Instruction, operands: Operands) -> int:
