@@ -55,21 +55,7 @@ def read_sharding(written: str, rank: int | None, sizes: Mapping[str, int]) -> P
         return PartitionSpec(*[None] * (rank or 0))
     named = _NAMED.match(written)
     if named is not None:
-        dims = named["dims"]  # "{'model', ?}, {}"
-        summands = _UNREDUCED.search(written, named.end())  # " unreduced={'data'}"
-        unreduced = summands["axes"] if summands else ""
-        # `'model':(1)2` is a part of an axis, which no spec can name. Along manual axes, each
-        # device has an array of its own.
-        if ":(" in dims + unreduced or " manual={" in written[named.end() :]:
-            return None
-        entries = [tuple(_AXIS.findall(dim)) for dim in _DIM.findall(dims)]  # [("model",), ()]
-        summed = frozenset(_AXIS.findall(unreduced))
-        is_of_mesh = all(axis in sizes for axes in (*entries, summed) for axis in axes)
-        return (
-            spec_of_entries(entries, summed)
-            if is_of_mesh and rank in (None, len(entries))
-            else None
-        )
+        return _read_axes(named, rank, sizes)
     if " last_tile_dims=" in written:  # Devices along manual or unreduced axes have no spec.
         return None
     tiled = _TILED.match(written)
@@ -79,7 +65,7 @@ def read_sharding(written: str, rank: int | None, sizes: Mapping[str, int]) -> P
 # {mesh['data'=2,'model'=4], [{'model', ?}, {}]}
 _NAMED = re.compile(r"\{mesh\[[^\]]*\], \[(?P<dims>.*?)\]")
 _DIM = re.compile(r"\{([^}]*)\}")  # {'model', ?}
-# What follows the dimensions: `, replicated={'model'}, unreduced={'data'}}`
+# A part of what follows the dimensions: `, replicated={'model'}, unreduced={'data'}}`
 _UNREDUCED = re.compile(r" unreduced=\{(?P<axes>[^}]*)\}")
 _AXIS = re.compile(r"'([^']+)'")  # 'model'
 # {devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}, whose last tile dimension is of replicas
@@ -89,17 +75,45 @@ _TILED = re.compile(
 )
 
 
+def _read_axes(
+    match: re.Match[str], rank: int | None, sizes: Mapping[str, int]
+) -> PartitionSpec | None:
+    """Reads the form with the axes of each dimension; None if no spec says the same.
+
+    Args:
+      match: a match of ``_NAMED``, up to the bracket behind the dimensions. Its group ``dims`` has
+        the axes of each dimension: ``{'model', ?}, {}``.
+      rank: the number of dimensions of the array; None for that of the text.
+      sizes: the sizes of the mesh axes.
+    """
+    dims, rest = match["dims"], match.string[match.end() :]
+    unreduced_part = _UNREDUCED.search(rest)
+    unreduced = unreduced_part["axes"] if unreduced_part else ""  # "'data'"
+    # `'model':(1)2` is a part of an axis, which no spec can name. Along manual axes, each device
+    # has an array of its own.
+    if ":(" in dims + unreduced or " manual={" in rest:
+        return None
+    entries = [tuple(_AXIS.findall(dim)) for dim in _DIM.findall(dims)]  # [("model",), ()]
+    unreduced_axes = frozenset(_AXIS.findall(unreduced))
+    used = unreduced_axes.union(*entries)
+    if not used <= sizes.keys() or rank not in (None, len(entries)):
+        return None
+    return spec_of_entries(entries, unreduced_axes)
+
+
 def _read_tiles(
     match: re.Match[str], rank: int | None, sizes: Mapping[str, int]
 ) -> PartitionSpec | None:
-    """Reads the form with devices: the spec whose tiles are on the same devices.
+    """Reads the form with devices: finds the spec whose tiles are on the same devices.
 
     ``[1,8]<=[2,4]T(1,0)`` are the devices 0 to 7 as (2, 4), transposed to (4, 2), as tiles (1, 8):
-    0, 4, 1, 5, 2, 6, 3, 7. On a mesh of data 2 × model 4, P(None, ("model", "data")) has the same.
+    0, 4, 1, 5, 2, 6, 3, 7. On a mesh of data 2 × model 4, the tiles of P(None, ("model", "data"))
+    are on these devices, too. Returns None if no spec has such tiles.
 
     Args:
-      match: of ``_TILED``: the number of ``tiles`` in each dimension; ``dims`` and ``order``, the
-        shape of the devices and how it is transposed; and whether there are ``replicas``.
+      match: a match of ``_TILED``. Its groups are the number of ``tiles`` in each dimension, the
+        shape ``dims`` of the devices, the ``order`` to which it is transposed, and ``replicas``,
+        which is None unless several devices hold each tile.
       rank: the number of dimensions of the array; None for that of the text.
       sizes: the sizes of the mesh axes, in their order.
     """
@@ -112,15 +126,20 @@ def _read_tiles(
         return None
 
     def devices_of_tiles(shape: Sequence[int], order: Sequence[int]) -> np.ndarray:
-        # The device of each tile, for devices in a mesh of this shape, transposed to this order.
+        """Returns the devices of each tile: those of a mesh of this shape, in this order."""
         array = np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(tiles)
         # Devices that hold the same tile have no order.
         return np.sort(array, axis=-1) if match["replicas"] else array
 
     devices = devices_of_tiles(dims, order)
+
+    def has_parts(dimension: int, count: int) -> bool:
+        return counts[dimension] == count
+
     # Each spec with as many parts in each dimension is tried, until one has the same devices.
-    for entries in possible_entries(len(counts), lambda i, n: n == counts[i], sizes):
+    for entries in possible_entries(len(counts), has_parts, sizes):
         used = [axis for axes in entries for axis in axes]
+        # The axes over dimensions, then those along which tiles are replicated.
         major_first = [*used, *(axis for axis in sizes if axis not in used)]
         positions = [[*sizes].index(axis) for axis in major_first]
         if np.array_equal(devices_of_tiles([*sizes.values()], positions), devices):
@@ -146,22 +165,33 @@ def possible_entries(
     """
     axes = [axis for axis, size in sizes.items() if size > 1]
     choose = itertools.combinations if any_order else itertools.permutations
-    subsets = [x for n in range(len(axes) + 1) for x in choose(axes, n)]
-    counts = {subset: math.prod(sizes[axis] for axis in subset) for subset in subsets}
-    choices = [[x for x, count in counts.items() if divides(i, count)] for i in range(rank)]
+    entries_of_any = [entry for count in range(len(axes) + 1) for entry in choose(axes, count)]
+    # The number of parts into which the axes of each entry divide a dimension.
+    num_parts = {entry: math.prod(sizes[axis] for axis in entry) for entry in entries_of_any}
+    # For each dimension, the entries that divide it as asked.
+    choices = [
+        [entry for entry, count in num_parts.items() if divides(dimension, count)]
+        for dimension in range(rank)
+    ]
     for entries in itertools.product(*choices):
         used = [axis for entry in entries for axis in entry]
-        if len({*used}) == len(used):  # an axis shards one dimension
+        if len({*used}) == len(used):  # An axis can shard only one dimension.
             yield entries
 
 
 def spec_of_entries(entries: Entries, unreduced: frozenset[str] = frozenset()) -> PartitionSpec:
-    """Makes a spec from the axes of each dimension: one is written alone, and none as None.
+    """Makes a spec from the axes of each dimension.
 
+    For ``[("data", "model"), ("stage",), ()]``, it is ``P(("data", "model"), "stage", None)``.
     Values along the ``unreduced`` axes are still to be summed.
     """
-    plain = (axes if len(axes) > 1 else next(iter(axes), None) for axes in entries)
-    return PartitionSpec(*plain, unreduced=unreduced)
+    partitions: list[tuple[str, ...] | str | None] = []
+    for axes in entries:
+        if len(axes) > 1:
+            partitions.append(axes)
+        else:
+            partitions.append(axes[0] if axes else None)
+    return PartitionSpec(*partitions, unreduced=unreduced)
 
 
 class Rematerialization(NamedTuple):
@@ -174,11 +204,12 @@ class Rematerialization(NamedTuple):
     def text(self, report: ProgramReport) -> str:
         """Writes the remark in the names of the user's program, which ``report`` has.
 
-        Such as ``dot_general in model.up (model.py:12): P('data') → P('model')``.
+        For example, ``dot_general in model.up (model.py:12): P('data') → P('model')``.
         """
-        sizes = {} if report.mesh is None else report.mesh.axes  # without a mesh, no text is read
+        sizes = {} if report.mesh is None else report.mesh.axes
 
-        def spec_of(written: str) -> str:
+        def sharding_text(written: str) -> str:
+            """Writes a sharding as a spec; if no spec says the same, as the compiler does."""
             spec = read_sharding(written, None, sizes)
             return written if spec is None else spec_text(spec)
 
@@ -191,7 +222,8 @@ class Rematerialization(NamedTuple):
         where = f" in {module}" if module else ""
         line = next((f" ({source})" for source in sources if source), "")
         name = self.operation.rpartition("/")[2]
-        return f"{name}{where}{line}: {spec_of(self.before)} → {spec_of(self.after)}"
+        before, after = sharding_text(self.before), sharding_text(self.after)
+        return f"{name}{where}{line}: {before} → {after}"
 
 
 # … Involuntary full rematerialization … from sharding {…} to {…} without … op_name="jit(f)/dot" …
@@ -204,8 +236,10 @@ _REMARK = re.compile(
 
 def rematerializations(log: str) -> tuple[list[Rematerialization], str]:
     """Finds the remarks in the log of the compiler; returns each once, and the rest of the log."""
-    found = dict.fromkeys(
+    remarks = dict.fromkeys(
         Rematerialization(operation or "an operation", before, after)
         for before, after, operation in _REMARK.findall(log)
     )
-    return [*found], re.sub(r"\n{2,}", "\n", _REMARK.sub("", log)).lstrip("\n")
+    without_remarks = _REMARK.sub("", log)
+    # Each remark has left an empty line.
+    return [*remarks], re.sub(r"\n{2,}", "\n", without_remarks).lstrip("\n")
