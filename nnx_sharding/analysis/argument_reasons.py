@@ -82,23 +82,24 @@ class ArgumentReasons:
         slot = self._slots[row.path]
         mesh = self._plan.transform.context
         location, *others = self._locations[slot]
-        declared, rule, facts = self._declared(location)  # facts: sentences, to which more come
+        # ``facts`` are the sentences on what is declared; more are added below.
+        declared, rule, facts = self._declared(location)
         if others:
             names = ", ".join(other.name for other in others)
             facts.append(f"It is the same Variable as {names}, so all of them have one sharding.")
-        # What is done with axes that do not divide a dimension: an option of the spec of the array,
-        # or else of the transform, which `shard_map` does not have.
+        # The action for axes that do not divide a dimension is an option of the array's spec, or
+        # else of the transform. `shard_map` does not have this option.
         default: OnIndivisible = getattr(self._plan.transform, "on_indivisible", "error")
         action = self._plan.on_indivisible.get(slot, default)
-        # If it were an error, the program would not have compiled, so nothing is dropped here. Then
-        # "drop" only avoids that the same spec is refused again.
+        # If the action is an error, the spec fits, because the program would not have compiled
+        # otherwise. "drop" then drops nothing, and `fit_sharding` does not refuse the spec again.
         shown: OnIndivisible = "drop" if action == "error" else action
         fit = fit_sharding(declared, mesh, row.shape, on_indivisible=shown)
         if fit.reasons:
             facts.append(f"Of {_spec_text(declared)}, not all fits: {fit.reasons}.")
         sizes = {str(axis): size for axis, size in getattr(mesh, "shape", {}).items() if size > 1}
         unused = {axis: size for axis, size in sizes.items() if axis not in axes_in(row.spec)}
-        facts += _dividing(row, unused)
+        facts += _facts_of_unused_axes(row, unused)
         return Reason(
             subject=_subject(row),
             facts=tuple(facts),
@@ -133,26 +134,27 @@ class ArgumentReasons:
         ``no_rule`` is the sentence for an array that no rule matches.
         """
         subject = location.subject(self._objects, self._leaves)  # what filters get, with the path
-        # The first rule that matches, its spec, and the path that it was given: in the model, or in
-        # the list or tuple that holds the model. The number is None if none matches.
+        # ``number`` is that of the first rule that matches, or None if no rule matches. Rules may
+        # see a path in the model, or in the list or tuple that holds the model; ``path`` is the one
+        # that matched.
         path, number, declared = rules.find_below(location.part.below, location.paths[0], subject)
         if number is None:
             return _Declared(spec=None, rule="", facts=[no_rule])
-        rule, note = _rule_text(rules, number), getattr(rules.filters[number], "note", "")
+        rule = _rule_text(rules, number)
         facts = [f"{rule} decides: {_spec_text(declared)}."]
-        # A strategy has notes on why it does not shard an array.
+        # A filter of a strategy may have a note on why it does not shard an array.
+        note = getattr(rules.filters[number], "note", "")
         is_replicated = isinstance(declared, PartitionSpec) and not any(declared.partitions)
         if note and is_replicated:
             facts = [f"{rule} leaves it replicated: {note}."]
         elif note:
             facts.append(f"Its note: {note}.")
-        overridden = [
-            later
-            for later in range(number + 1, len(rules.filters))
-            # A rule for the rest says nothing about this array.
-            if rules.filters[later] not in (..., True)
-            and to_predicate(rules.filters[later])(path, subject)
-        ]
+        overridden = []  # the numbers of later rules that match, too
+        for later in range(number + 1, len(rules.filters)):
+            later_filter = rules.filters[later]
+            is_for_the_rest = later_filter in (..., True)  # It says nothing about this array.
+            if not is_for_the_rest and to_predicate(later_filter)(path, subject):
+                overridden.append(later)
         for later in overridden[:_MOST_OVERRIDDEN]:
             says = _spec_text(rules.shardings[later])
             facts.append(f"{_rule_text(rules, later)} says {says}, and is overridden.")
@@ -177,24 +179,24 @@ def _spec_text(declared: Any) -> str:
 
 
 def _rule_text(rules: StateSharding, index: int) -> str:
-    """Writes the rule of a strategy by its name, one of the user by its number and filter."""
+    """Writes a rule: by its name if a strategy made it, else by its number and its filter."""
     return _strategy(rules, index) or f"Rule {index}, {rules.names[index]},"
 
 
 def _strategy(rules: StateSharding, index: int) -> str:
-    """Returns the strategies that made a rule, and what they shard; empty for one of the user."""
+    """Returns the strategies that made a rule, and what they shard; empty for a user's rule."""
     return getattr(rules.filters[index], "strategy", "")
 
 
-def _dividing(row: ParameterRow, unused: Mapping[str, int]) -> Iterator[str]:
-    """Says which dimensions could be divided by the axes that do not shard an array.
+def _facts_of_unused_axes(row: ParameterRow, unused: Mapping[str, int]) -> Iterator[str]:
+    """Says which dimensions of an array could be divided by the axes that do not shard it.
 
-    Of an array that other axes shard, only that an axis divides no dimension: that it could shard
-    the array, too, is not why it is sharded as it is.
+    If other axes shard the array, an axis that could shard it, too, is left out, because it is no
+    reason why the array is sharded as it is.
 
     Args:
       row: the array.
-      unused: the sizes of these axes.
+      unused: the sizes of the axes that do not shard it, by name.
     """
     for axis, size in unused.items():
         dimensions = [str(d) for d, n in enumerate(row.shape) if n % size == 0 and n > 0]
@@ -225,16 +227,17 @@ def _instead(row: ParameterRow, override: str) -> str:
 def _override(location: NamedLocation, row: ParameterRow, unused: Mapping[str, int]) -> str:
     """Writes a call that shards a replicated array, or replicates a sharded one.
 
-    Such as ``nnx_sharding.partition.override(sharding, {r"up/bias$": P('data')})``. Empty if the
-    user gave no rules that it could override, or no axis divides the array. ``unused`` are the
-    sizes of the axes that do not shard it.
+    For example, ``nnx_sharding.partition.override(sharding, {r"up/bias$": P('data')})``. The result
+    is empty if the user gave no rules that the call could override, or if no axis divides the
+    array. ``unused`` has the sizes of the axes that do not shard the array, by name.
     """
     if not isinstance(location.part.spec, StateSharding):
         return ""
-    spec = "P()"  # for a sharded one
-    if not axes_in(row.spec):
-        # The first axis of the mesh that divides a dimension; of several of these the largest one,
-        # and of equally large ones the last.
+    if axes_in(row.spec):  # The array is sharded, so the call replicates it.
+        spec = "P()"
+    else:
+        # The first axis that divides a dimension shards the largest dimension that it divides; if
+        # several are equally large, the last one.
         largest_first = sorted(range(len(row.shape)), key=lambda d: (-row.shape[d], -d))
         fitting = [
             (axis, dimension)

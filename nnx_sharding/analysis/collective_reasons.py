@@ -110,8 +110,12 @@ class CollectiveReasons:
         """Says why one collective is there."""
         axes, sent = axes_text(collective.axes), bytes_text(collective.bytes_sent)
         use = f"{collective.name}, for {collective.purpose or 'an unknown purpose'}"
-        runs = collective.times  # None in a loop of unknown length
-        each = "" if runs == 1 else f" in each of {runs} runs" if runs else " in each run"
+        if collective.times == 1:
+            each = ""
+        elif collective.times:
+            each = f" in each of {collective.times} runs"
+        else:  # It is in a loop of unknown length, or in a branch that counts as not taken.
+            each = " in each run"
         subject = f"{collective.kind} over {axes}, sends {sent}{each} ({use})"
         value = Value(collective.computation, collective.name)
         # Where the value is computed, and where it is used. ``made`` is None if that is unknown,
@@ -120,25 +124,7 @@ class CollectiveReasons:
         # The shapes that the whole value may have in the trace.
         whole_shapes = self._whole_shapes_of(made, used)
         spec = None if used is None else self._spec(used.shape, whole_shapes)
-        facts = []
-        # A known purpose has a sentence of its own that says where the value comes from. "Made … by
-        # …" is for all others.
-        if collective.purpose in ("parameter", "state") and collective.parameters:
-            reasons = [self._why_argument(path) for path in collective.parameters[:2]]
-            facts += [f"It gathers {reason.subject}." for reason in reasons]
-            facts += reasons[0].facts[:1]  # the rule that shards the first argument
-        elif collective.purpose == "gradient" and collective.parameters:
-            facts.append(
-                f"It adds up the parts of the gradient of {_listed(collective.parameters)}: each "
-                f"device computes that of its part of the batch, which is sharded over {axes}."
-            )
-        elif collective.purpose == "sum" and made is not None:
-            facts.append(
-                f"Each device has a part of the sum that {made} computes, because a dimension over "
-                f"which that sums is sharded over {axes}."
-            )
-        elif made is not None:
-            facts.append(f"Made{self._sharded_text(made.shape, whole_shapes)} by {made}.")
+        facts = self._facts_of_maker(collective, made, whole_shapes)
         # A collective that sums several gradients has several users, so naming one says little.
         is_gradient = collective.purpose == "gradient"
         if used is not None and not (is_gradient and collective.parameters):
@@ -150,11 +136,43 @@ class CollectiveReasons:
         instead = _for_comparison(collective, made, used) or _instead(collective, made, spec)
         return Reason(subject, tuple(facts), instead)
 
+    def _facts_of_maker(
+        self, collective: Collective, made: _Side | None, whole_shapes: Collection[Shape]
+    ) -> list[str]:
+        """Says where the value of a collective comes from; empty if that is unknown.
+
+        A known purpose has a sentence of its own. "Made … by …" is for all others.
+
+        Args:
+          collective: the collective.
+          made: where the value is computed; None if that is unknown.
+          whole_shapes: the shapes that the whole value may have.
+        """
+        axes = axes_text(collective.axes)
+        if collective.purpose in ("parameter", "state") and collective.parameters:
+            reasons = [self._why_argument(path) for path in collective.parameters[:2]]
+            gathered = [f"It gathers {reason.subject}." for reason in reasons]
+            # The first fact about an argument is the rule that shards it.
+            return [*gathered, *reasons[0].facts[:1]]
+        if collective.purpose == "gradient" and collective.parameters:
+            return [
+                f"It adds up the parts of the gradient of {_listed(collective.parameters)}: each "
+                f"device computes that of its part of the batch, which is sharded over {axes}."
+            ]
+        if made is None:
+            return []
+        if collective.purpose == "sum":
+            return [
+                f"Each device has a part of the sum that {made} computes, because a dimension over "
+                f"which that sums is sharded over {axes}."
+            ]
+        return [f"Made{self._sharded_text(made.shape, whole_shapes)} by {made}."]
+
     def _whole_shapes_of(self, *sides: _Side | None) -> set[Shape]:
         """Returns the shapes that the whole value may have, by the lines where it is made and used.
 
-        Sharding does not change the whole shape, so the shapes at both sides count. A side is None,
-        or its line is None, if it is unknown.
+        Sharding does not change the whole shape, so the shapes at both sides count. An unknown side
+        is None, and so is an unknown line.
         """
         whole_shapes: set[Shape] = set()
         for side in sides:
@@ -164,11 +182,11 @@ class CollectiveReasons:
 
     def _spec(self, shape: Shape, whole_shapes: Collection[Shape]) -> PartitionSpec | None:
         """Returns the spec that cuts the whole value to a shape on one device, if only one does."""
-        specs = {
-            spec_of_shard(whole, shape, self._axis_sizes, any_order=True)
-            for whole in whole_shapes
-            if len(whole) == len(shape)
-        } - {None}
+        specs = set()
+        for whole in whole_shapes:
+            if len(whole) == len(shape):
+                specs.add(spec_of_shard(whole, shape, self._axis_sizes, any_order=True))
+        specs.discard(None)  # None says that no spec cuts this whole shape to ``shape``.
         return specs.pop() if len(specs) == 1 else None
 
     def _sharded_text(self, shape: Shape, whole_shapes: Collection[Shape]) -> str:
@@ -196,12 +214,12 @@ class CollectiveReasons:
             dims = _dims(instruction, value)
             if shape is None or len(shape) == len(dims):
                 shape = dims
-            before = self._module.passed(value)
-            if not before and (_moves(instruction) or instruction.opcode == "tuple"):
-                before = self._module.operands(value)
-            if not before:
+            sources = self._module.passed(value)
+            if not sources and (_moves(instruction) or instruction.opcode == "tuple"):
+                sources = self._module.operands(value)
+            if not sources:  # The value is computed here, or is an argument.
                 return self._side(instruction, shape)
-            value = before[0]  # For what a loop carries, this is the initial value.
+            value = sources[0]  # For what a loop carries, this is the initial value.
         return None
 
     def _user(self, value: Value) -> _Side | None:
@@ -223,7 +241,8 @@ class CollectiveReasons:
                 if instruction.opcode in ("fusion", "call"):
                     # The search goes on from the parameter of the called computation.
                     [callee, *_] = instruction.callees
-                    bodies.update([callee] if is_in_loop else [])
+                    if is_in_loop:
+                        bodies.add(callee)
                     following += [
                         Value(callee, inside.name)
                         for inside in self._module.within[callee].values()
@@ -339,7 +358,7 @@ def _for_comparison(collective: Collective, made: _Side | None, used: _Side | No
 def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | None) -> str:
     r"""Says what to write to avoid a collective.
 
-    For a ``reshard``, for example, it says ``with_sharding_constraint to P('data') where it is
+    The text for a ``reshard`` is, for example, ``with_sharding_constraint to P('data') where it is
     made, or jit(activation_shardings={r"blocks/\d+/up": P('data')}) if model.blocks[0].up returns
     it``.
 
@@ -350,7 +369,7 @@ def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | N
     """
     module = "" if made is None else made.module or ""
     is_product = made is None or made.operation in ("dot_general", "conv_general_dilated")
-    # The sum is not of a product, but a mean in a norm, for example: it has no kernel to shard.
+    # A sum that no product computes, such as a mean in a norm, has no kernel to shard.
     if collective.purpose == "sum" and not is_product:
         array = f"what {module} takes" if module else "the array"
         return (
@@ -360,13 +379,14 @@ def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | N
     if collective.purpose == "gradient" and collective.in_loop:
         axes = collective.axes or ("...",)
         named = repr(axes[0] if len(axes) == 1 else axes)
-        # The runs of a loop over layers reduce the gradients of other parameters each.
+        # In a loop over layers, each run reduces the gradients of another layer's parameters, so
+        # reducing once after the loop would not send less.
         return (
             f"accumulate_gradients(loss, steps=1, axis={named}) for value_and_grad(loss), which "
             "reduces once, after the loop, if that is over time, as in nnx.RNN, or over "
             "microbatches; nothing, if it is over layers"
         )
-    if collective.purpose in _INSTEAD:  # All purposes are there but reshard and None.
+    if collective.purpose in _INSTEAD:  # It has all purposes except reshard and None.
         return _INSTEAD[collective.purpose]
     # "model.blocks[0].up" → "blocks[0].up"; empty for a function, or the model itself.
     _, _, path_in_model = module.partition(".")
@@ -380,9 +400,11 @@ def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | N
             f"shard it, {how}: by with_sharding_constraint where it is made"
             f"{others if path_in_model else ''}"
         )
-    # A spec need not have entries for the dimensions behind the last sharded one.
-    count = max((i for i, entry in enumerate(spec, 1) if entry is not None), default=0)
-    written = spec_text(PartitionSpec(*spec[:count]))
+    # The entries behind the last sharded dimension are left out, because a spec need not have them.
+    entries = [*spec]
+    while entries[-1] is None:  # ``axes_in(spec)`` is not empty, so one entry is not None.
+        entries.pop()
+    written = spec_text(PartitionSpec(*entries))
     constraint = f"with_sharding_constraint to {written} where it is made"
     if not path_in_model:
         return constraint
