@@ -177,12 +177,14 @@ class Collectives(tuple[Collective, ...], Pictured):
             raise ValueError(
                 f"{kind!r} is not a kind of collective; use one of {sorted(COLLECTIVES)}."
             )
-        return Collectives(
-            collective
-            for collective in self
-            if kind in (None, collective.kind)
-            and (not axes or {*axes} == {*(collective.axes or ())})
-        )
+        chosen = []
+        for collective in self:
+            is_of_kind = kind is None or collective.kind == kind
+            # Collectives with unknown axes (None) are chosen only if no axes are given.
+            is_over_axes = not axes or {*(collective.axes or ())} == {*axes}
+            if is_of_kind and is_over_axes:
+                chosen.append(collective)
+        return Collectives(chosen)
 
     @property
     def resharded(self) -> Collectives:
@@ -238,19 +240,7 @@ class Collectives(tuple[Collective, ...], Pictured):
         if not self:
             yield text("no collectives")
             return
-        row_counts = Counter(map(_row, self))
-        columns = zip(_HEADER, *row_counts, strict=True)
-        widths = dict(zip(_HEADER, (max(map(len, column)) for column in columns), strict=True))
-        # Texts in the column "of" are cut to 26 characters at most, or to fewer, so that a row fits
-        # into 100 characters with the two spaces after each cell.
-        width_of_others = sum(widths.values()) - widths["of"] + 2 * len(widths)
-        longest = min(26, 100 - width_of_others)
-        rows = []
-        for row, count in row_counts.items():
-            number = f" ({count} ×)" if count > 1 else ""
-            of = _end(row.of, longest=longest - len(number)) + number
-            rows.append(row._replace(of=of))
-        yield table(_HEADER, rows)
+        yield table(_HEADER, _counted_rows(Counter(map(_row, self))))
         line = f"sent by one device in one call: {bytes_text(self.bytes_sent)}"
         if self.bytes_sent is None:
             line += ", as a loop is of unknown length"
@@ -314,6 +304,25 @@ def _row(collective: Collective) -> _Row:
     return row._replace(of=folded(of), source=_end(row.source, longest=15))
 
 
+def _counted_rows(row_counts: Mapping[_Row, int]) -> list[_Row]:
+    """Writes how many collectives share a row, and shortens the column "of" so that rows fit.
+
+    ``row_counts`` has the rows, none of which is equal to another, with these numbers.
+    """
+    columns = zip(_HEADER, *row_counts, strict=True)
+    widths = dict(zip(_HEADER, (max(map(len, column)) for column in columns), strict=True))
+    # Texts in the column "of" are cut to 26 characters at most, or to fewer, so that a row fits
+    # into 100 characters with the two spaces after each cell.
+    width_of_others = sum(widths.values()) - widths["of"] + 2 * len(widths)
+    longest = min(26, 100 - width_of_others)
+    rows = []
+    for row, count in row_counts.items():
+        number = f" ({count} ×)" if count > 1 else ""
+        of = _end(row.of, longest=longest - len(number)) + number
+        rows.append(row._replace(of=of))
+    return rows
+
+
 def _end(name: str, longest: int) -> str:
     """Shortens a name to its last ``longest`` characters, but to no fewer than 8."""
     longest = max(longest, 8)
@@ -362,6 +371,7 @@ def collectives_of(
     module = parse(hlo) if isinstance(hlo, str) else hlo
     if module.unread:  # A part that is not understood may send.
         return None
+    # A mesh has its sizes as ``shape``; otherwise ``mesh`` is a mapping of sizes itself.
     shape = {} if mesh is None else dict(getattr(mesh, "shape", mesh))
     sizes = {str(axis): int(size) for axis, size in shape.items()}
     # If the program and the mesh differ in the number of devices, the program is for one of several
@@ -384,7 +394,8 @@ def collectives_of(
     uses: Mapping[str, Use] = {}  # by the name of the instruction
     if instructions and arguments is not None:
         uses = uses_of(module, instructions, arguments, results)
-    # If no collective has a start, of its own or in a fusion, the device waits for each of them.
+    # Without a start, of its own or in a fusion, a collective is a single step of the schedule. If
+    # none has a start, the device waits for each of them, and `Overlap` has nothing to find.
     has_starts = continuations or module.with_opcode(*starts, "async-start")
     overlap = Overlap(module) if has_starts else None
     collectives = [
@@ -623,14 +634,18 @@ def _users_line(frames: Sequence[tuple[str, int]]) -> str | None:
 
     Returns None if there are no frames, or if the file is unknown.
     """
-    file, line = users_frame(frames) or (frames[0] if frames else ("", 0))
+    frame = users_frame(frames) or next(iter(frames), None)
+    if frame is None:
+        return None
+    file, line = frame
     return f"{file_title(file)}:{line}" if file else None
 
 
 def file_title(file: str) -> str:
     """Returns the name of a file without its folder; for a cell of a notebook, its title."""
     ipython = sys.modules.get("IPython")
-    if ipython is not None and (shell := ipython.get_ipython()) is not None:
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is not None:
         # IPython compiles a cell under a name made from a hash, and this name says nothing to the
         # author of the cell. `format_code_name` returns the kind of the code, and its title, for a
         # cell; None for other files.
@@ -655,18 +670,19 @@ def _with_operation(
       module: the program.
     """
     # The collective, then the calls around it, innermost first.
-    around = [Located(computation, instruction), *module.around(computation.name)]
-    with_name = (located for located in around if located.instruction.operation is not None)
-    home, named = next(with_name, around[-1])
+    candidates = [Located(computation, instruction), *module.around(computation.name)]
+    with_name = (located for located in candidates if located.instruction.operation is not None)
+    # ``named`` lends its name, and ``home`` is the computation that it is in.
+    home, named = next(with_name, candidates[-1])
     names, operands = [named.operation], {*named.operand_names}
     # If the compiler has merged several collectives into one, the result has the name of only one
     # of them, but the instructions that make the operands have the names of all. The largest
     # operand comes first, because a table shows only the first name.
     if len(operands) > 1 and len(operations(named.operation or "")) == 1:
-        makers = [candidate for candidate in home.instructions if candidate.name in operands]
+        makers = [maker for maker in home.instructions if maker.name in operands]
         makers.sort(key=lambda maker: total_bytes(arrays(maker.shape)), reverse=True)
         names = [maker.operation for maker in makers] + names
-    # XLA joins names by semicolons, too, so that `operations` splits both.
+    # Names are joined by semicolons, like those that XLA joins, so that `operations` splits them.
     joined = ";".join(dict.fromkeys(filter(None, names)))
     if joined == (instruction.operation or ""):
         return instruction

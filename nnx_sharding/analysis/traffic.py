@@ -95,28 +95,48 @@ def transfers_of(
         # group counts as unknown.
         if any(c.group_size != route.devices and c.kind != "collective-permute" for c in group):
             route = UNKNOWN
-        within_bandwidth: float | None = hardware.interconnect_bandwidth
+        bandwidth: float | None = hardware.interconnect_bandwidth  # within a slice
         if route is UNKNOWN and len(slices) > 1:
-            within_bandwidth = None  # The group may send over the network.
+            bandwidth = None  # The group may send over the network.
         elif route.torus:
-            within_bandwidth = route.num_links * hardware.link_bandwidth
+            bandwidth = route.num_links * hardware.link_bandwidth
         for collective in group:
-            within, between = _shares(collective.kind, route)
-            slowdown = _slowdown(collective.kind, route)
-            # ``share`` is the part of the bytes of a device that goes over these links.
-            for links, bandwidth, share in (
-                (route.links, within_bandwidth, within),
-                (network, hardware.network_bandwidth, between),
-            ):
-                sent = seconds = None
-                if collective.total_bytes_sent is not None and collective.times is not None:
-                    sent = share * collective.total_bytes_sent
-                    if bandwidth is not None:
-                        factor = 1.0 if links == network else slowdown
-                        seconds = sent * factor / bandwidth + collective.times * latency
-                if share and sent != 0:  # ``sent`` is 0 in a branch that is not taken.
-                    shown = None if bandwidth == math.inf else bandwidth
-                    yield Transfer(collective, links, shown, sent, seconds)
+            shares = _shares(collective.kind, route)
+            within_slice = _Links(
+                route.links, bandwidth, latency, _slowdown(collective.kind, route)
+            )
+            between_slices = _Links(network, hardware.network_bandwidth, latency)
+            transfers = (
+                _transfer(collective, within_slice, shares.within_slice),
+                _transfer(collective, between_slices, shares.between_slices),
+            )
+            yield from filter(None, transfers)
+
+
+class _Links(NamedTuple):
+    """Links of one kind, and how fast a collective is over them."""
+
+    name: str
+    bandwidth: float | None  # bytes per second; None if unknown, infinite if unlimited
+    latency: float  # the seconds that each run of a collective takes in addition
+    slowdown: float = 1.0  # the time relative to bytes that are spread evenly over the links
+
+
+def _transfer(collective: Collective, links: _Links, share: float) -> Transfer | None:
+    """Returns what a collective sends over links of one kind; None if it sends nothing.
+
+    ``share`` is the part of the bytes of a device that goes over these links.
+    """
+    sent = seconds = None
+    if collective.total_bytes_sent is not None and collective.times is not None:
+        sent = share * collective.total_bytes_sent
+        if links.bandwidth is not None:
+            seconds = sent * links.slowdown / links.bandwidth + collective.times * links.latency
+    # ``sent`` is 0 if the collective is in a branch that is not taken.
+    if not share or sent == 0:
+        return None
+    shown_bandwidth = None if links.bandwidth == math.inf else links.bandwidth
+    return Transfer(collective, links.name, shown_bandwidth, sent, seconds)
 
 
 def traffic_of(transfers: Iterable[Transfer]) -> tuple[Traffic, ...]:
@@ -189,7 +209,8 @@ def _shares(kind: CollectiveKind, route: Route) -> _Shares:
     devices, chips, slices = route.devices, route.chips, route.slices  # numbers of the group
     others = devices - 1
     if kind == "collective-permute":  # All bytes count over the slowest kind of links.
-        within, between = others if chips > 1 and slices == 1 else 0, others if slices > 1 else 0
+        between = others if slices > 1 else 0
+        within = others if slices == 1 and chips > 1 else 0
     elif kind == "all-to-all":
         slice_size, chip_size = devices // slices, devices // chips
         within, between = slice_size - chip_size, devices - slice_size
