@@ -103,18 +103,18 @@ def module_table(
     buffers, required = program.buffers, program.required
     if buffers is None:
         return ModuleTable(ordered(table), why=why)
-    # The totals. Blocks of memory are larger than what is in use at any time: there are gaps
+    # Blocks of memory together are larger than what is in use at any time, because there are gaps
     # between the arrays in them, and not all blocks are full at once.
     if required is None:
         required = sum(allocation.size for allocation in buffers.allocations)
     in_use = max(buffers.in_use())  # `in_use` lists the bytes of each step, so this is the peak.
-    attributed = sum((figure.at_peak or Counter()).total() for figure in figures.values())
+    held = [figure.at_peak.total() for figure in figures.values() if figure.at_peak is not None]
     return ModuleTable(
         ordered(table),
         peak=max(required, in_use),
         in_use=in_use,
         reserved=max(required - in_use, 0),
-        unattributed=in_use - attributed,
+        unattributed=in_use - sum(held),
         over_time=MemoryOverTime(phases),
         why=why,
     )
@@ -169,14 +169,16 @@ def figures_by_place(
     phases: Sequence[Phase] = ()
     if buffers is not None:
         owners = BufferOwners(module, finder, arguments, buffers)
-        held, phases = _held_at_peak(owners, buffers), _phases(owners.places, buffers.in_use())
+        held = _held_at_peak(owners, buffers)
+        phases = _phases(owners.places, buffers.in_use())
     # If the program is not understood, `UNKNOWN` is listed even if nothing else belongs to it, so
     # that there is a row of unknown figures.
     if work is None:
         places = [*places, UNKNOWN]
     figures = {}
     # Places without cost are listed, too, because they may take time: copies, for example.
-    for place in dict.fromkeys([*places, *(work or {}), *sent, *held, *(measured or {})]):
+    all_places = dict.fromkeys([*places, *(work or {}), *sent, *held, *(measured or {})])
+    for place in all_places:
         cost = _UNKNOWN_COST if work is None else work.get(place, Work()).cost()
         sent_here = None if collectives is None else Collectives(sent.get(place, ()))
         roofline = None

@@ -93,7 +93,8 @@ class LineRow:
     A figure that is not known is None.
 
     Attributes:
-      file, line: where it is. Both are None in the row of what no line of the user's causes.
+      file, line: where it is. Both are None in the row for everything that no line of the user's
+        code causes.
       code: its text; empty if the file cannot be read.
       types: the values that it makes: its result first, those of the backward pass last.
       modules: the modules in whose calls it runs, such as ``model.blocks[0]``.
@@ -101,8 +102,8 @@ class LineRow:
       flops: additions and multiplications in one call.
       bytes: the bytes that its operations read and write in one call.
       seconds: the roofline of these figures.
-      at_peak: the bytes of arrays made by it that are live at the peak; of no line: arguments, and
-        what the compiler does not attribute.
+      at_peak: the bytes of arrays made by it that are live at the peak. The row without a line has
+        the bytes of arguments, and of arrays that the compiler does not attribute.
       measured: the seconds that a profile has measured in one call on one device, beside the
         estimate in ``seconds``; None without a profile.
     """
@@ -124,9 +125,9 @@ class LineRow:
 class LineTable(AsData):
     """Types and cost by line: what ``by_line`` of stages returns. ``print`` shows a table.
 
-    In terminals with colours and in notebooks, the code of lines that take a fifth of the time (at
-    least; or of the flops, if the peak rates of the device are not known) is red, from a twentieth
-    yellow.
+    Terminals with colours and notebooks show in red the code of lines that take a fifth of the time
+    or more, and in yellow the code of lines that take a twentieth or more. If the peak rates of the
+    device are not known, the flops count instead of the time.
 
     Rows are exclusive: flops, bytes and collectives add up to the totals of the program.
 
@@ -148,21 +149,27 @@ class LineTable(AsData):
         yield from self._tables(most=1)
 
     def _tables(self, most: int | None) -> Iterator[Any]:
-        """Makes a table for each file; of a line ``most`` types and collectives, None for all."""
-        # Seconds are known if the peak rates of the devices are; else flops decide about colours.
+        """Yields a table for each file, then what the columns are, and what is unknown.
+
+        ``most`` is the number of types, and of collectives, that a line shows; None shows all.
+        """
+        # Colours show which lines take most seconds. If no seconds are known, because the peak
+        # rates of the devices are not, they show which lines have most flops.
         heated_by = "seconds" if any(row.seconds for row in self.rows) else "flops"
         total = sum(getattr(row, heated_by) or 0 for row in self.rows) or 1
         is_measured = any(row.measured is not None for row in self.rows)
         figures = (*_FIGURES, "measured") if is_measured else _FIGURES
         header = _NAMES + figures
-        for file in dict.fromkeys(row.file for row in self.rows):  # each once, in order
+        files = dict.fromkeys(row.file for row in self.rows)  # unique, in order
+        for file in files:
             yield text(file or NO_LINE)
             lines: list[tuple[Cell, ...]] = []
             for row in self.rows:
                 if row.file == file:
                     style = _heat((getattr(row, heated_by) or 0) / total)
-                    # Without a profile, the last cell, which is for measured times, is left out.
-                    lines += [line[: len(header)] for line in _lines_of(row, most, style)]
+                    for line in _lines_of(row, most, style):
+                        # Without a profile, the last cell, for measured times, is left out.
+                        lines.append(line[: len(header)])
             yield table(header, lines, numbers=len(figures))
             yield text("")  # an empty line between the tables
         yield from legend(header, _PHRASES)
@@ -190,7 +197,9 @@ _FIGURES = ("flops", "bytes", "at least", "at the peak")
 
 def _heat(share: float) -> str:
     """Returns the style of the code of a line that causes this share of the cost."""
-    return "bold red" if share >= 0.2 else "yellow" if share >= 0.05 else ""
+    if share >= 0.2:
+        return "bold red"
+    return "yellow" if share >= 0.05 else ""
 
 
 def _lines_of(row: LineRow, most: int | None, code_style: str) -> Iterator[tuple[Cell, ...]]:
@@ -204,14 +213,14 @@ def _lines_of(row: LineRow, most: int | None, code_style: str) -> Iterator[tuple
       most: how many texts each column has; None for all.
       code_style: the style of the code.
     """
-    # Below the code are the modules that it runs in, which are left out if only one text is wanted.
+    # Below the code are the modules that it runs in, as far as ``most`` leaves room for them.
     code = [row.code[:60], *(f"  in {path}" for path in row.modules)][:most]
     types = _folded([*map(str, row.types)], most)
     sent = ["?"] if row.collectives is None else [*map(str, row.collectives)]
     figures = [count_text(row.flops), bytes_text(row.bytes), time_text(row.seconds)]
     figures += [bytes_text(row.at_peak), time_text(row.measured)]
     number = "" if row.line is None else str(row.line)
-    # The column with most texts has one in each line; others end earlier.
+    # The row takes as many lines as its longest column has texts; other columns get empty texts.
     columns = itertools.zip_longest(code, types, _folded(sent, most), fillvalue="")
     for index, (code_text, type_text, sent_text) in enumerate(columns):
         if index == 0:

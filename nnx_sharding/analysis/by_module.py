@@ -118,8 +118,8 @@ class ModuleTable(AsData):
       peak: what has to be free for a call, as ``Memory.peak``: the next two together.
       in_use: the bytes of arrays at the step with the most: live, or held for the whole call.
       reserved: the rest: the program's code, and gaps between arrays.
-      unattributed: the bytes of ``in_use`` that are in no row, as the compiler does not say what it
-        made them for.
+      unattributed: the bytes of ``in_use`` that are in no row, because the compiler does not say
+        what they are for.
       over_time: the memory in use over the schedule.
       why: why figures are None, if some are.
     """
@@ -145,7 +145,8 @@ class ModuleTable(AsData):
         total = _sum(rows, path=path, backward=backward)
         if rows or not self.rows:
             return total
-        # A module without rows does nothing; but what is unknown of all others is of it as well.
+        # A module without rows does nothing, so its sums are 0. But a figure that is unknown for
+        # all other modules is unknown for this one as well.
         figures = (*_SUMMED, "at_peak")
         unknown = [x for x in figures if all(getattr(row, x) is None for row in self.rows)]
         return dataclasses.replace(total, **dict.fromkeys(unknown))
@@ -161,9 +162,9 @@ class ModuleTable(AsData):
         groups: defaultdict[tuple[str | None, bool | None], list[ModuleRow]] = defaultdict(list)
         for row in self.rows:
             path = row.path
-            if path:  # the module at this depth, or the row's own
+            if path:  # The module around it at this depth, or the row's own if that is further out.
                 outermost_first = [*enclosing_paths(path), path]
-                path = outermost_first[: depth + 1][-1]
+                path = outermost_first[min(depth, len(outermost_first) - 1)]
             groups[path, row.backward].append(row)
         rows = [
             _sum(group, path=path, backward=backward) for (path, backward), group in groups.items()
@@ -209,7 +210,7 @@ class ModuleTable(AsData):
         for (kind, path), size in sizes.most_common(most):
             count = len(items[kind, path])
             where = f" of {path}" if path else ""
-            # Modules of one list are alike, so that each has the mean.
+            # Modules of one list are alike, so the mean says what each of them holds.
             each = f" ({bytes_text(size / count)} each, {count} ×)" if count > 1 else ""
             texts.append(f"{bytes_text(size)} {kind}{where}{each}")
         return texts
@@ -224,8 +225,10 @@ class ModuleTable(AsData):
             return f"what holds the peak is unknown: {self.why}"
         highest = max(self.over_time, key=lambda phase: phase.bytes, default=None)
         where = f", in {_pass(highest.path, highest.backward)}" if highest else ""
-        rest = [f"{bytes_text(self.unattributed)} not attributed"] if self.unattributed else []
-        words = f"{bytes_text(self.in_use)} at the peak{where}: {', '.join(self.holders() + rest)}"
+        parts = self.holders()
+        if self.unattributed:
+            parts.append(f"{bytes_text(self.unattributed)} not attributed")
+        words = f"{bytes_text(self.in_use)} at the peak{where}: {', '.join(parts)}"
         if self.reserved:
             words += f"; with {bytes_text(self.reserved)} for code and gaps between arrays, "
             words += f"{bytes_text(self.peak)} have to be free"
@@ -234,16 +237,20 @@ class ModuleTable(AsData):
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields what ``print`` shows: a sentence on the peak, and a row for each module."""
         yield text(self.summary())
-        # Times need the rates of hardware, or a profile: without, a column would have no figure.
+        # "at least" needs the rates of hardware, and "measured" needs a profile. Without them, a
+        # column would have no figure, so it is left out.
         has_times = any(row.seconds is not None for row in self.rows)
         is_measured = any(row.measured is not None for row in self.rows)
-        names = ["module", "at the peak", "mostly"]  # columns of words
+        names = ["module", "at the peak", "mostly"]  # columns that are aligned to the left
         figures = ["flops", "bytes", "sent"]
-        figures += [*(["at least"] if has_times else []), *(["measured"] if is_measured else [])]
+        if has_times:
+            figures.append("at least")
+        if is_measured:
+            figures.append("measured")
         lines = []
         for row in self.rows:
-            held = row.at_peak or {}  # bytes by use; none if the row holds nothing
-            size = None if row.at_peak is None else sum(held.values())  # None if it is unknown
+            held = row.at_peak or {}  # the bytes by kind
+            size = None if row.at_peak is None else sum(held.values())
             mostly = max(held, key=held.__getitem__, default="")
             line = [_pass(row.path, row.backward), bytes_text(size), mostly]
             line += [count_text(row.flops), bytes_text(row.bytes_accessed)]
@@ -253,7 +260,7 @@ class ModuleTable(AsData):
             if is_measured:
                 line.append(time_text(row.measured))
             lines.append(line)
-        # Models with more modules have `at_depth`.
+        # 40 rows are enough for a look; `at_depth` joins modules of larger models.
         yield table(names + figures, lines, numbers=len(figures), most=40)
         yield from legend(names + figures, _PHRASES)
 
@@ -276,6 +283,7 @@ def ordered(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:
     """Sorts rows by the bytes that they hold at the peak, then by flops, the largest first."""
 
     def key(row: ModuleRow) -> tuple[float, float, str]:
+        """Returns what rows are sorted by; the path makes the order of equal rows the same."""
         return -sum((row.at_peak or {}).values()), -(row.flops or 0), row.path or ""
 
     return tuple(sorted(rows, key=key))

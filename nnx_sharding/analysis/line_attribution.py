@@ -47,7 +47,7 @@ def line_table(
       whole: the program before it is partitioned, with the sharding of each value; None if unknown.
       measured: the times of the instructions of a program of this trace; None without a profile.
     """
-    # Cost and memory, by place: of a `LineFinder`, a place is a line.
+    # Cost and memory are summed by place. The places of a `LineFinder` are lines.
     code_lines = [value.line for value in made if value.line]
     finder = LineFinder(program.module, code_lines)
     times = None
@@ -55,20 +55,23 @@ def line_table(
         times = seconds_by_place(LineFinder(measured.module, code_lines), measured)
     # Lines without a cost have rows, too.
     places = [*(Place(path, backward=False) for path in finder.lines), UNKNOWN]
-    no_arguments = Arguments(program.module, ())  # no line makes them
+    no_arguments = Arguments(program.module, ())  # No line makes arguments, so none are given.
     figures, _, reasons = figures_by_place(finder, no_arguments, program, places, times)
     # Types, with the specs that the compiler chose.
     if program.mesh is not None:
         made = compiled_values(made, modules, program.module, whole, program.mesh.axes)
     rows_with_types = {(row.file, row.line): row for row in typed_table(made).rows}
-    # All bytes at the peak that no line has made: of arguments, and of what the compiler made.
+    # The bytes at the peak that no line has made: arguments, and arrays of the compiler's own. They
+    # are all bytes in use, less those that have a line.
     held_without_line = None
     if program.buffers is not None:
-        of_lines = (x.at_peak.total() for place, x in figures.items() if x.at_peak and place.path)
-        held_without_line = max(program.buffers.in_use()) - sum(of_lines)
+        held_without_line = max(program.buffers.in_use())
+        for place, figure in figures.items():
+            if place.path and figure.at_peak is not None:
+                held_without_line -= figure.at_peak.total()
     rows = []
     for place, figure in figures.items():
-        # A place without a path is that of no line, and has the bytes that are left.
+        # The place without a path is for everything without a line.
         file, number = finder.lines.get(place.path or "", (None, None))
         at_peak = held_without_line
         if place.path and figure.at_peak is not None:
@@ -93,7 +96,7 @@ def typed_table(made: Sequence[MadeValue]) -> LineTable:
     The first type of a line is that of its result.
     """
     by_line: defaultdict[Line | None, list[MadeValue]] = defaultdict(list)
-    # The result of a line is what it makes last, so values are listed from the last to the first.
+    # The last value that a line makes is its result, so values are listed from the last on.
     for value in reversed(made):
         by_line[value.line].append(value)
     rows = []
@@ -103,7 +106,7 @@ def typed_table(made: Sequence[MadeValue]) -> LineTable:
             kind = ValueType(value.dtype, value.shape, value.spec, value.backward, count=0)
             counts[kind] += value.times
         types = [dataclasses.replace(kind, count=count) for kind, count in counts.items()]
-        # The forward pass first; the sort is stable, so that the result stays in front.
+        # Types of the forward pass come first. The sort is stable, so the result stays in front.
         types.sort(key=lambda kind: kind.backward)
         file, number = line or (None, None)
         code = "" if line is None else source_text(*line)
@@ -114,12 +117,12 @@ def typed_table(made: Sequence[MadeValue]) -> LineTable:
 
 
 def _ordered(rows: Iterable[LineRow]) -> tuple[LineRow, ...]:
-    """Sorts rows by file and line; that without a line is the last."""
+    """Sorts rows by file and line; the row without a line is the last one."""
     return tuple(sorted(rows, key=lambda row: (row.file is None, row.file or "", row.line or 0)))
 
 
 def _remark(made: Iterable[MadeValue]) -> str | None:
-    """Says which specs are unknown, and which are not from types."""
+    """Says which specs are unknown, and which come from the compiled program; None for none."""
     unknown = dict.fromkeys(value.why for value in made if value.why is not None)
     remarks = [FROM_PROGRAM] if FROM_PROGRAM in unknown else []
     if reasons := [why for why in unknown if why != FROM_PROGRAM]:
@@ -133,5 +136,5 @@ def _by_kind(collectives: Collectives) -> tuple[LineCollectives, ...]:
         LineCollectives(kind, axes, bytes=sent, count=count)
         for (kind, axes), (count, sent) in collectives.totals().items()
     ]
-    # A table may show the first ones only. What is unknown may be most of all.
+    # Unknown bytes come first, because they may be the most. A table may show only the first rows.
     return tuple(sorted(rows, key=lambda row: (row.bytes is not None, -(row.bytes or 0))))
