@@ -63,7 +63,9 @@ class Hidden:
         return min(1.0, self.compute_s / self.seconds) if self.seconds else 1.0
 
 
-def _beside_compute(transfers: Iterable[Transfer], hardware: Hardware) -> tuple[Hidden, ...] | None:
+def _with_compute_beside(
+    transfers: Iterable[Transfer], hardware: Hardware
+) -> tuple[Hidden, ...] | None:
     """Returns a row for each collective, with the compute that it can hide behind, perhaps none.
 
     Returns None if the time for one collective is unknown.
@@ -181,9 +183,9 @@ class Roofline(Pictured):
         """
         if self.exposed_s is None or self.seconds is None:
             return self.seconds
-        # ``busy_s`` is None if only sums of flops and bytes are known, not single operations. It
-        # leaves out copies that run beside operations. The sums are therefore a lower bound of the
-        # time in which the device is busy.
+        # ``busy_s`` leaves out copies that run next to operations, and is None if only sums of
+        # flops and bytes are known. The times for these sums are lower bounds of the time in which
+        # the device is busy, so they count if they are larger.
         busy = max(self.busy_s or 0.0, self.compute_s or 0.0, self.memory_s or 0.0)
         return max(self.seconds, busy + self.exposed_s)
 
@@ -220,18 +222,20 @@ class Roofline(Pictured):
         rows: list[tuple[str, ...]] = []
         for hidden in self.hidden or ():
             # "jit(step)/model/up/dot_general" → "up/dot_general"
-            behind = ", ".join("/".join(name.split("/")[-2:]) for name in hidden.behind)
+            short_names = ["/".join(name.split("/")[-2:]) for name in hidden.behind]
+            behind = ", ".join(short_names)
             times = time_text(hidden.seconds), time_text(hidden.compute_s)
             rows.append((hidden.kind, hidden.of, behind, *times, f"{100 * hidden.share:.0f} %"))
         if rows:
             share = f"{100 * (self.hidden_share or 0):.0f} % of the bytes sent"
-            yield from ("", text(f"{share} can hide behind compute, each collective alone:"))
+            yield ""  # an empty line
+            yield text(f"{share} can hide behind compute, each collective alone:")
             header = ("hidden", "of", "behind", "sent in", "compute", "share")
             yield table(header, rows, numbers=3)
             yield from legend(header, _PHRASES)
 
     def __str__(self) -> str:
-        """Such as ``1.1 s, at peak rates of TPU v5e: compute 1 s, memory 0.1 s, …``."""
+        """Writes one line: ``1.1 s, at peak rates of TPU v5e: compute 1 s, memory 0.1 s, …``."""
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
         line = f"{time_text(self.estimate)}, {self.basis}: {times}"
         line += f"; bound by {self.bound_by or UNKNOWN}"
@@ -257,10 +261,11 @@ _PHRASES = {
 def cpu_caveat(roofline: Roofline | None, platform: str) -> str | None:
     """Says what is wrong with the times of a program for CPUs; None if nothing is.
 
-    Measured rates (with a ``spread``) are those of the CPU itself.
+    Nothing is wrong with measured rates, which have a ``spread``, because they are of the CPU
+    itself.
 
     Args:
-      roofline: the times, at the rates of other hardware.
+      roofline: the times; None if they are unknown.
       platform: what the program was compiled for, such as ``cpu``.
     """
     if roofline is None or roofline.spread is not None or platform != "cpu":
@@ -302,25 +307,25 @@ def roofline_of(
     peak = hardware_of(hardware)  # raises for an unknown name
     accessed = None if cost is None else cost.bytes_accessed
     transfers = [] if collectives is None else [*transfers_of(collectives, mesh, peak)]
-    # A program for CPUs has a schedule for CPUs. This counts only with measured figures (with a
-    # spread), which are those of the CPU itself, because peak figures are those of other hardware.
+    # A program for CPUs has the schedule of a CPU. The schedule counts only for measured figures,
+    # which have a spread, because these are of the CPU itself. Peak figures are of other hardware.
     has_schedule = collectives is not None and (platform != "cpu" or peak.spread is not None)
     traffic = traffic_of(transfers)
-    beside = None if collectives is None else _beside_compute(transfers, peak)
+    beside = None if collectives is None else _with_compute_beside(transfers, peak)
     times: dict[Resource, float | None] = {
         "compute": None if cost is None else _compute_seconds(cost, peak),
         "memory": None if accessed is None else accessed / peak.memory_bandwidth,
         "interconnect": None if collectives is None else interconnect_seconds(traffic, peak),
     }
     operations = () if cost is None else cost.operations
-    known = all_known(times.values())
+    known_times = {name: seconds for name, seconds in times.items() if seconds is not None}
+    are_known = len(known_times) == len(times)
     return Roofline(
         hardware=peak.name,
         compute_s=times["compute"],
         memory_s=times["memory"],
         interconnect_s=times["interconnect"],
-        # ``known`` has the times in the order of their names.
-        bound_by=None if known is None else [*times][known.index(max(known))],
+        bound_by=max(known_times, key=known_times.__getitem__) if are_known else None,
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         traffic=traffic,
         hidden=None if beside is None else tuple(row for row in beside if row.compute_s),
@@ -328,7 +333,7 @@ def roofline_of(
         exposed_s=_exposed_seconds(beside) if has_schedule and beside is not None else None,
         sources=peak.sources,
         spread=peak.spread,
-        why=None if known is not None else _why_unknown(cost, collectives, traffic),
+        why=None if are_known else _why_unknown(cost, collectives, traffic),
     )
 
 
