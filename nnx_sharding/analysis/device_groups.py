@@ -47,7 +47,10 @@ _MAX_DEVICES = 1 << 22
 
 @functools.lru_cache(maxsize=1024)
 def read_groups(text: str) -> Groups | None:
-    """Reads groups in all forms of XLA; None for other text. No groups mean one of all devices."""
+    """Reads groups in all forms of XLA; None for other text.
+
+    Empty groups mean that all devices form one group.
+    """
     try:
         if text.startswith("mesh["):  # mesh['data'=2,'model'=4] {'model'}
             return _mesh_groups(text)
@@ -83,9 +86,14 @@ def _iota(text: str) -> np.ndarray:
 def _mesh_groups(text: str) -> Groups:
     """Reads ``mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a':(1)2,'b'}``.
 
-    Groups run along the axes in the last braces; of ``'a':(1)2`` along a part of size 2, with 1
-    before it. ``device_ids`` are the devices in the order of the mesh, as a list or as an iota;
-    without these, they are in order. ``mesh['a'=2,'b'=2] {'a'}`` is ((0, 2), (1, 3)).
+    Groups run along the axes in the last braces. ``'a':(1)2`` stands for a part of the axis ``a``:
+    the part has the size 2, and what is before it (`_Axis`) has the size 1. ``device_ids`` are the
+    devices in the order of the mesh, as a list or as for `_iota`; without them, the mesh has the
+    devices in increasing order. ``mesh['a'=2,'b'=2] {'a'}`` is ((0, 2), (1, 3)).
+
+    Raises:
+      KeyError: a group runs along an axis that the mesh does not have.
+      ValueError: the text is not understood.
     """
     match = _MESH.match(text)
     if match is None:
@@ -96,20 +104,16 @@ def _mesh_groups(text: str) -> Groups:
     # At first groups run along no axis, then along those that are named.
     axes = {name: _Axis(before=size, part=1, after=1) for name, size in sizes.items()}
     named = re.findall(r"'([^']*)'(?::\((\d{1,9})\)(\d{1,9}))?", match["axes"])
-    for name, before, part in named:  # a whole axis, such as 'b', has no part
-        taken = int(before or 1) * int(part or sizes[name])
-        if not taken or sizes[name] % taken:
-            raise ValueError(f"{name} is not divisible by {taken}")
-        axes[name] = _Axis(
-            before=int(before or 1),
-            part=int(part or sizes[name]),
-            after=sizes[name] // taken,
-        )
+    for name, written_before, written_part in named:
+        before = int(written_before or 1)
+        part = int(written_part or sizes[name])  # A whole axis, such as 'b', has no written part.
+        if not before * part or sizes[name] % (before * part):
+            raise ValueError(f"{name} is not divisible by {before * part}")
+        axes[name] = _Axis(before, part, after=sizes[name] // (before * part))
     dims = [*itertools.chain(*axes.values())]
     array = devices.reshape(dims)  # (before, part, after, before, part, after, …)
-    is_part = [i % 3 == 1 for i in range(len(dims))]
-    others = [i for i in range(len(dims)) if not is_part[i]]
-    parts = [i for i in range(len(dims)) if is_part[i]]
+    parts = [*range(1, len(dims), 3)]  # the dimensions of parts
+    others = [dimension for dimension in range(len(dims)) if dimension not in parts]
     array = array.transpose(others + parts)  # (before, after, before, after, …, part, part, …)
     group_size = math.prod(axis.part for axis in axes.values())
     return _tuples(array.reshape(-1, group_size))  # (groups, devices of a group)
@@ -133,10 +137,12 @@ def axes_of_groups(groups: Groups, sizes: Sizes) -> tuple[str, ...] | None:
     dims = tuple(size for _, size in sizes)
     if sorted(device for group in groups for device in group) != list(range(math.prod(dims))):
         return None
-    # The dimensions of the mesh in which positions differ: the same for all groups, or unknown.
-    # There is a group, since each device of the mesh is in one.
-    axes, *others = {_axes_of_group(group, dims) for group in groups}
-    return None if others or axes is None else tuple(sizes[axis][0] for axis in axes)
+    # The dimensions of the mesh in which positions differ, or None, for each group. There is at
+    # least one group, because each device of the mesh is in one.
+    axes, *other_axes = {_axes_of_group(group, dims) for group in groups}
+    if other_axes or axes is None:
+        return None
+    return tuple(sizes[axis][0] for axis in axes)
 
 
 def _axes_of_group(group: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...] | None:

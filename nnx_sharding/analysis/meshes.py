@@ -31,8 +31,9 @@ class MeshDescription:
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh) -> MeshDescription:
         """Describes a mesh."""
-        names = tuple(map(str, mesh.axis_names))  # JAX takes any hashable names
+        names = tuple(map(str, mesh.axis_names))  # JAX takes any hashable names.
         types = [getattr(kind, "name", str(kind)) for kind in mesh.axis_types]
+        # An abstract mesh has no devices, so it has neither ids nor coordinates.
         ids, coordinates = None, {}
         if isinstance(mesh, Mesh):
             ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices).tolist()
@@ -51,20 +52,23 @@ class MeshDescription:
 def _coordinates(devices: Sequence[Any]) -> dict[str, tuple[int, ...]]:
     """Returns where devices are, by dimension: ``{"slice": (0, 0), "x": (0, 1)}`` for two TPUs.
 
-    Without dimensions in which they do not differ, but for the slice; empty if they do not say.
+    A dimension other than the slice is left out if the devices do not differ in it. The result is
+    empty for devices that do not say where they are.
     """
     names: tuple[str, ...]
     if devices[0].platform == "tpu":
-        names = ("slice", "x", "y", "z", "core")  # coordinates are three also in a torus of two
-        # A topology of one slice has no slice_index.
+        # A TPU has three coordinates even if its torus has two dimensions. A topology of one slice
+        # has no ``slice_index``.
+        names = ("slice", "x", "y", "z", "core")
         rows = [(getattr(d, "slice_index", 0), *d.coords, d.core_on_chip) for d in devices]
-    elif hasattr(devices[0], "slice_index"):  # GPUs in several nodes
-        names, rows = ("slice",), [(d.slice_index,) for d in devices]
+    elif hasattr(devices[0], "slice_index"):  # GPUs in several nodes have it.
+        names = ("slice",)
+        rows = [(d.slice_index,) for d in devices]
     else:
         return {}
-    # Dimension → the coordinates of all devices. Only those in which devices differ are kept, and
-    # the slice.
-    columns = dict(zip(names, zip(*rows, strict=True), strict=True))
+    coordinates = dict(zip(names, zip(*rows, strict=True), strict=True))  # of all devices, by name
     return {
-        name: column for name, column in columns.items() if name == "slice" or len(set(column)) > 1
+        name: column
+        for name, column in coordinates.items()
+        if name == "slice" or len(set(column)) > 1
     }

@@ -77,20 +77,11 @@ def with_exchanges(instructions: Sequence[Instruction]) -> list[Instruction]:
         if len(transfers) != 2 or len(ends) != 2:
             continue
         send, recv = ends["send"], ends["recv"]
-        match = _EXCHANGE.search(transfers[0].rest)  # Both transfers have this text.
-        shape = _RECEIVED.match(recv.shape_text)
-        if match is None or match["kind"] not in _KINDS or shape is None:
-            continue
-        operation = _operation_of_sent(send, by_name)
-        metadata = f', metadata={{op_name="{operation}"}}' if operation else ""
-        # The receive becomes the collective, of what is sent: ``all-reduce(%x), between_slices=…``.
-        # ``rest`` is its text behind the first bracket.
-        rest = f'%{send.operand_names[0]}), between_slices="{match["groups"]}"{metadata}'
-        replaced[recv.name] = recv._replace(
-            opcode=_KINDS[match["kind"]], shape_text=shape[1], rest=rest
-        )
-        # The send becomes an ``after-all``, which does nothing.
-        replaced[send.name] = send._replace(opcode="after-all")
+        collective = _collective_of(send, recv, by_name)
+        if collective is not None:
+            replaced[recv.name] = collective
+            # The send becomes an ``after-all``, which does nothing.
+            replaced[send.name] = send._replace(opcode="after-all")
     for end in instructions:
         if end.opcode == "send-done" and end.operand_names[0] in replaced:
             replaced[end.name] = end._replace(opcode="after-all")
@@ -100,15 +91,38 @@ def with_exchanges(instructions: Sequence[Instruction]) -> list[Instruction]:
     return [replaced.get(instruction.name, instruction) for instruction in instructions]
 
 
+def _collective_of(
+    send: Instruction, recv: Instruction, by_name: Mapping[str, Instruction]
+) -> Instruction | None:
+    """Returns the collective that stands for an exchange; None if the exchange is not understood.
+
+    It has the name of the ``recv``, and the operand of the ``send``::
+
+        %recv = f32[8]{0} all-reduce(%x), between_slices="{1,2}x{0:3}", metadata={op_name="f/dot"}
+
+    ``by_name`` has the instructions of the computation.
+    """
+    match = _EXCHANGE.search(send.rest)  # The ``recv`` has this text, too.
+    shape = _RECEIVED.match(recv.shape_text)
+    if match is None or match["kind"] not in _KINDS or shape is None:
+        return None
+    operation = _operation_of_sent(send, by_name)
+    metadata = f', metadata={{op_name="{operation}"}}' if operation else ""
+    # ``rest`` is the text behind the bracket that opens the operands.
+    rest = f'%{send.operand_names[0]}), between_slices="{match["groups"]}"{metadata}'
+    return recv._replace(opcode=_KINDS[match["kind"]], shape_text=shape[1], rest=rest)
+
+
 def _operation_of_sent(send: Instruction, by_name: Mapping[str, Instruction]) -> str | None:
     """Finds the operation that made what is sent, such as ``jit(f)/mlp/dot_general``.
 
-    Exchanges have no name of an operation themselves. The way back from the send is along first
-    operands, which are what a send sends and what a copy or a bitcast moves; the first name on it
-    counts.
+    Exchanges have no name of an operation themselves, so the first name on the way back from the
+    send counts. The way follows first operands, because these are what a send sends, and what a
+    copy or a bitcast moves.
     """
 
     def first_operand(instruction: Instruction) -> list[Instruction]:
+        """Lists the instruction that makes the first operand, if the computation has it."""
         return [by_name[name] for name in instruction.operand_names[:1] if name in by_name]
 
     operations = (instruction.operation for instruction in reached(send, first_operand))
@@ -159,7 +173,7 @@ def groups_between(text: str, positions: Mapping[Position, int]) -> Placed:
         groups = [list(ids) for ids in number_lists(text.replace("->", ","))]
     devices = dict.fromkeys(device for group in groups for device in group)  # in order
     in_mesh = devices.keys() <= positions.keys()  # the program may be of other devices
-    # Without positions in the mesh, groups still have sizes: any numbers tell devices apart.
+    # Without positions in the mesh, any numbers do, because they only have to tell devices apart.
     numbering = positions if in_mesh else {device: n for n, device in enumerate(devices)}
     return Placed(tuple(tuple(numbering[d] for d in group) for group in groups), in_mesh)
 
@@ -168,9 +182,9 @@ def groups_within(groups: Groups, positions: Mapping[Position, int]) -> Placed:
     """Repeats groups of devices of one slice for all slices of the mesh.
 
     With two slices of four devices each, ((0, 1), (2, 3)) becomes ((0, 1), (2, 3), (4, 5), (6, 7)).
-    Groups with devices that the mesh lacks are returned as they are: those of one slice.
+    Groups with devices that the mesh lacks are returned as they are, for one slice only.
     """
-    # The keys are ids, and pairs of a slice and a number.
+    # The keys of ``positions`` are ids, and pairs of a slice and a device's number in the slice.
     slices = sorted({key[0] for key in positions if isinstance(key, tuple)})
     in_slices = [tuple((n, place) for place in group) for n in slices for group in groups]
     if not all(device in positions for group in in_slices for device in group):
