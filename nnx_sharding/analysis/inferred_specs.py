@@ -52,8 +52,8 @@ def compiled_values(
 ) -> list[MadeValue]:
     """Completes values whose specs the compiler chose by the specs in the compiled program.
 
-    The program in front of partitioning writes them (`_written_specs`); without it, they are
-    inferred from shapes on one device (`_specs_of_shards`).
+    The program before it is partitioned has them as text (`_written_specs`); without that program,
+    they are inferred from shapes on one device (`_specs_of_shards`).
 
     Args:
       made: the values of the trace.
@@ -77,8 +77,8 @@ def compiled_values(
     return completed
 
 
-# By operation and shape of the whole value. None if it is unknown, also where several values of one
-# operation and shape are sharded in different ways.
+# Specs by the operation and the shape of the whole value. None if the spec is unknown, for example
+# because several values of one operation and shape are sharded in different ways.
 _Specs: TypeAlias = dict[tuple[OperationKey, Shape], PartitionSpec | None]
 
 
@@ -87,21 +87,16 @@ def _written_specs(
 ) -> _Specs:
     """Reads the specs of operations in a program that is not partitioned yet.
 
-    A spec is known if all values of one key and shape have the same. ``keyed`` are instructions,
-    each after the key of its operation; ``sizes`` are those of the mesh axes.
+    A spec is known if all values of one key and shape have the same spec. ``keyed`` are
+    instructions, each after the key of its operation; ``sizes`` has the sizes of the mesh axes.
     """
-    specs: _Specs = {}
+    found = defaultdict[tuple[OperationKey, Shape], set[PartitionSpec | None]](set)
     for key, instruction in keyed:
         sharding = instruction.attributes.get("sharding")  # the text of the sharding
         if sharding is not None and len(instruction.results) == 1:
             shape = instruction.results[0].dims
-            spec = read_sharding(sharding, len(shape), sizes)
-            is_first = (key, shape) not in specs
-            if is_first:
-                specs[key, shape] = spec
-            elif specs[key, shape] != spec:  # stays unknown from now on, as no spec is None
-                specs[key, shape] = None
-    return specs
+            found[key, shape].add(read_sharding(sharding, len(shape), sizes))
+    return {key: specs.pop() if len(specs) == 1 else None for key, specs in found.items()}
 
 
 def _specs_of_shards(
@@ -145,7 +140,7 @@ def inferred_activations(
     Args:
       rows: the activations.
       made: the values of the trace, with the specs of the compiled program.
-      sizes: those of the mesh axes.
+      sizes: the sizes of the mesh axes.
     """
     # Path, dtype and shape → the spec of the last such value that the module makes.
     last: dict[tuple[str, str, Shape], PartitionSpec | None] = {}
@@ -153,13 +148,13 @@ def inferred_activations(
         if value.backward:
             continue
         path = value.module or ""
-        for outer in [*enclosing_paths(path), path]:  # what it calls is within its call
+        for outer in [*enclosing_paths(path), path]:  # The value is made within all their calls.
             key = outer, value.dtype, value.shape
             # A constraint may leave dimensions open: for these, the value before it counts.
             last[key] = _with_constraint(value.spec, last.get(key))
     for row in rows:
         spec = last.get((row.path, row.dtype, row.shape))
-        if row.spec is not None:  # chosen, but for dimensions that are left to the compiler
+        if row.spec is not None:  # It has been chosen, and may leave dimensions to the compiler.
             spec = _with_constraint(row.spec, spec)
         if row.shard_shape is None and spec is not None:
             row = _with_spec(row, spec, sizes)
@@ -168,9 +163,12 @@ def inferred_activations(
 
 def _with_spec(row: ActivationRow, spec: PartitionSpec, sizes: Mapping[str, int]) -> ActivationRow:
     """Returns the row of an activation that is sharded by an inferred spec."""
-    # By dimension; the last shard may be smaller.
-    counts = [math.prod(sizes.get(str(axis), 1) for axis in axes_of(x)) for x in spec.partitions]
-    shard = tuple(-(-n // count) for n, count in zip(row.shape, counts, strict=True))  # rounded up
+    # The number of parts of each dimension.
+    counts = [
+        math.prod(sizes.get(str(axis), 1) for axis in axes_of(entry)) for entry in spec.partitions
+    ]
+    # The sizes are rounded up: the last shard of a dimension may be smaller than the others.
+    shard = tuple(-(-n // count) for n, count in zip(row.shape, counts, strict=True))
     size = row.bytes_total * math.prod(shard) // max(math.prod(row.shape), 1)
     chosen_by = "inferred" if row.spec is None else row.chosen_by
     return dataclasses.replace(
@@ -181,15 +179,19 @@ def _with_spec(row: ActivationRow, spec: PartitionSpec, sizes: Mapping[str, int]
 def _with_constraint(
     spec: PartitionSpec | None, before: PartitionSpec | None
 ) -> PartitionSpec | None:
-    """Returns the spec of a value after a constraint.
+    """Returns the spec of a value after a constraint; None if it is unknown.
 
-    Dimensions that the constraint leaves open are as ``before`` it, the spec of the same value.
+    Args:
+      spec: the spec of the constraint, which may leave dimensions open (``UNCONSTRAINED``).
+      before: the spec of the same value before the constraint, which decides on open dimensions;
+        None if it is unknown.
     """
     if spec is None or PartitionSpec.UNCONSTRAINED not in spec.partitions:
         return spec
     if before is None or len(before) != len(spec):
         return None
     pairs = zip(spec.partitions, before.partitions, strict=True)
+    # The entries of ``before`` replace those that are open.
     entries = [old if new is PartitionSpec.UNCONSTRAINED else new for new, old in pairs]
     return with_entries(spec, entries)
 
@@ -202,14 +204,14 @@ def _key(value: MadeValue) -> OperationKey:
 def spec_of_shard(
     shape: Shape, shard_shape: Shape, sizes: Mapping[str, int], *, any_order: bool = False
 ) -> PartitionSpec | None:
-    """Returns the spec with which an array has shards of a shape; None if there is not just one.
+    """Returns the only spec with which an array has shards of a shape; None for none or several.
 
     Args:
       shape: the shape of the whole array.
-      shard_shape: that of a shard.
+      shard_shape: the shape of a shard.
       sizes: the sizes of the mesh axes, in their order.
-      any_order: True takes axes over one dimension in the order of the mesh. Shapes do not say
-        their order, so without it two axes over one dimension are not clear, and give None.
+      any_order: whether axes over one dimension may be in any order; the spec then has them in the
+        order of the mesh. Shapes do not tell the order, so False returns None for two such axes.
 
     Example:
       >>> from nnx_sharding.analysis.inferred_specs import spec_of_shard
@@ -222,8 +224,10 @@ def spec_of_shard(
     """
 
     def divides(dimension: int, count: int) -> bool:
-        return -(-shape[dimension] // count) == shard_shape[dimension]  # the last may be padded
+        """Tells whether ``count`` parts of a dimension have the size of the shard."""
+        # The size of parts is rounded up, because the last part may be padded.
+        return -(-shape[dimension] // count) == shard_shape[dimension]
 
     entries = possible_entries(len(shape), divides, sizes, any_order=any_order)
-    possible = [*itertools.islice(entries, 2)]
+    possible = [*itertools.islice(entries, 2)]  # Two are enough to know that there are several.
     return spec_of_entries(possible[0]) if len(possible) == 1 else None

@@ -80,16 +80,16 @@ def _walk(
         runs = times * equation.params["length"] if name == "scan" else times
         for inner in inner_jaxprs:
             yield from _walk(inner, line, scope, runs, modules)
-        # What a call, such as a `jit`, returns is made in it, and was yielded above: the types are
-        # equal. What a `scan` returns has other types, as it stacks the results of its runs, so it
-        # is a value of its own.
+        # The results of a call, such as a `jit`, are values that its jaxpr makes, with the same
+        # types. They were yielded above. The results of a `scan` have other types, because it
+        # stacks the results of its runs, so they are values of their own.
         if any([x.aval for x in inner.outvars] == avals for inner in inner_jaxprs):
             continue
         backward, module = "transpose(" in scope, module_of(scope, modules)
         for aval in avals:
-            if hasattr(aval, "shape"):  # tokens have none
+            if hasattr(aval, "shape"):  # Tokens have no shape, and are left out.
                 spec, why = _spec_of(aval)
-                # If the type has no spec, since all axes are Auto, a constraint says one.
+                # The type has no spec if all axes are Auto, but a constraint has one.
                 if name == "sharding_constraint" and why == BY_COMPILER and spec is None:
                     spec, why = _constrained(equation.params["sharding"], len(aval.shape))
                 yield MadeValue(
@@ -106,9 +106,13 @@ def _walk(
 
 
 def _line_of(equation: JaxprEqn) -> Line | None:
-    """Returns the line of an equation within the innermost trace; None without one of the user."""
+    """Returns the user's line of an equation, from the frames inside of the innermost trace.
+
+    Returns None if these frames are all in libraries.
+    """
     traceback = equation.source_info.traceback
     frames: list[Any] = [] if traceback is None else traceback.frames  # innermost first
+    # JAX's function `trace_to_jaxpr…` starts a trace, so the frames before it are inside.
     inside = itertools.takewhile(lambda x: "trace_to_jaxpr" not in x.function_name, frames)
     return users_frame((frame.file_name, frame.line_num) for frame in inside)
 
@@ -118,15 +122,16 @@ def _spec_of(aval: Any) -> tuple[PartitionSpec | None, str | None]:
 
     ``aval`` is the type, of a class of JAX. The reason, such as `BY_COMPILER`, is a text for the
     user; it is None for a spec that is complete. On a mesh with Explicit and Auto axes, there are
-    both: the spec has the former, and lacks the latter.
+    both a spec and a reason, because the spec has only the Explicit axes.
     """
     sharding = getattr(aval, "sharding", None)
-    if not aval.shape:  # a number has no dimension to shard
+    if not aval.shape:  # A number has no dimension to shard.
         return PartitionSpec() if sharding is None else sharding.spec, None
     if sharding is None or sharding.mesh.empty:
         return None, BY_COMPILER
     sizes = zip(sharding.mesh.axis_types, sharding.mesh.axis_sizes, strict=True)
-    kinds = {kind for kind, size in sizes if size > 1}  # along others, nothing is divided
+    # Axes of size 1 do not count, because they divide nothing.
+    kinds = {kind for kind, size in sizes if size > 1}
     if AxisType.Manual in kinds:
         return None, _UNDER_SHARD_MAP
     why = BY_COMPILER if AxisType.Auto in kinds else None
