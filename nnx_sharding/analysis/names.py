@@ -47,15 +47,17 @@ def operations(operation: str) -> list[str]:
     """
     merged = []
     for name in operation.split(";"):
-        # The position of the first bracket: 2 in ``f/(a/dot:b/dot)``, 0 in ``(a/dot:b/dot)``. It is
-        # -1 without one, as in ``jit(f)/dot``, whose brackets do not begin a scope.
-        start = 0 if name.startswith("(") else name.find("/(") + 1 or -1
-        if start < 0 or not name.endswith(")"):
+        # A bracket that joins names begins a scope, as in ``f/(a/dot:b/dot)`` and in
+        # ``(a/dot:b/dot)``. The brackets of ``jit(f)/dot`` do not.
+        joined = _JOINED.fullmatch(name) if name.endswith(")") else None
+        if joined is None:
             merged.append(name)
         else:
-            common_part, inside = name[:start], name[start + 1 : -1]
-            merged += [common_part + part for part in inside.split(":")]
+            merged += [joined["prefix"] + part for part in joined["names"].split(":")]
     return merged
+
+
+_JOINED = re.compile(r"(?P<prefix>|.*?/)\((?P<names>.*)\)", re.DOTALL)
 
 
 def module_of(operation: str, known: Collection[str]) -> str | None:

@@ -10,17 +10,17 @@ UNKNOWN = "–"  # noqa: RUF001, a dash in a table
 
 
 def bytes_text(n: float | None) -> str:
-    """Bytes with a binary unit, such as ``1.50 MiB``."""
+    """Writes bytes with a binary unit, such as ``1.50 MiB``."""
     return UNKNOWN if n is None else _scaled(n, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), 1024)
 
 
 def count_text(n: float | None) -> str:
-    """A count with a decimal prefix, such as ``4.19 M``."""
+    """Writes a count with a decimal prefix, such as ``4.19 M``."""
     return UNKNOWN if n is None else _scaled(n, ("", "k", "M", "G", "T", "P", "E"), 1000).strip()
 
 
 def time_text(seconds: float | None) -> str:
-    """A time from nanoseconds to seconds, such as ``12.5 µs``."""
+    """Writes a time in a unit from nanoseconds to seconds, such as ``12.5 µs``."""
     if seconds is None:
         return UNKNOWN
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
@@ -41,7 +41,8 @@ def read_bytes(limit: int | str) -> int:
     size = _SIZE.fullmatch(str(limit))
     if size is None:
         raise ValueError(f"{limit!r} is not a size; write bytes, or a text such as '16 GiB'.")
-    power = "KMGTP".find(size["prefix"].upper() or " ") + 1  # 0 without a prefix
+    prefixes = ["", "K", "M", "G", "T", "P"]
+    power = prefixes.index((size["prefix"] or "").upper())
     unit: int = (1024 if size["binary"] else 1000) ** power
     return round(float(size["number"]) * unit)
 
@@ -60,27 +61,32 @@ def printable(
 
     Args:
       text: the text, or what is converted to one.
-      kept: those of these characters that stay.
+      kept: the characters that stay although they cannot be printed, such as a line break.
       escape: returns the text for a character; by default as in Python's ``repr``.
     """
 
     def shown(char: re.Match[str]) -> str:
+        """Returns a character itself if it stays, else its escape."""
         return char[0] if char[0] in kept or char[0].isprintable() else escape(char[0])
 
-    # Only characters that are not in printable ASCII are asked: few in most texts.
+    # `shown` is only called for characters outside of printable ASCII, because that is fast: most
+    # texts have few of them.
     return re.sub(r"[^ -~]", shown, str(text))
 
 
 def without_address(text: str) -> str:
-    """Text without the address of an object, such as a function, which each process has another."""
+    """Removes addresses of objects from a text, because they differ from process to process."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def all_known(figures: Iterable[float | None]) -> list[float] | None:
-    """Lists figures; None if one of them is unknown, as sums and maxima then are."""
-    listed = [*figures]
-    known = [figure for figure in listed if figure is not None]
-    return known if len(known) == len(listed) else None
+    """Lists figures; returns None if one of them is None, because their sum is then unknown."""
+    known = []
+    for figure in figures:
+        if figure is None:
+            return None
+        known.append(figure)
+    return known
 
 
 def _scaled(n: float, units: Sequence[str], base: int) -> str:
@@ -89,8 +95,8 @@ def _scaled(n: float, units: Sequence[str], base: int) -> str:
     Numbers of the first unit are exact, others have three digits: ``12 B``, ``1.50 KiB``.
     """
     power = 0
-    # With three digits, 999.6 would be written as 1000, so it counts as 1.00 of the next unit. (Of
-    # 1024, the same share does.)
+    # With three digits, 999.6 would be written as 1000, so it counts as 1.00 of the next unit. For
+    # the base 1024, the same fraction of the base is the limit.
     while abs(n) >= base * 0.9995 and power < len(units) - 1:
         n, power = n / base, power + 1
     exact = power == 0 and n == int(n)
@@ -98,5 +104,7 @@ def _scaled(n: float, units: Sequence[str], base: int) -> str:
 
 
 def _digits(n: float) -> str:
-    """Three significant digits, or more before the decimal point."""
-    return f"{n:.{0 if n >= 99.95 else 1 if n >= 9.995 else 2}f}"
+    """Writes three significant digits, or more before the decimal point."""
+    if n >= 99.95:  # 99.96 is rounded to 100.
+        return f"{n:.0f}"
+    return f"{n:.1f}" if n >= 9.995 else f"{n:.2f}"
