@@ -131,18 +131,13 @@ class _Purposes:
         # For each array that the collective makes, the names of the user's operations. The
         # collective belongs to the innermost module around all of them, whichever rule decides.
         operations_of = _operations_of_arrays(collective, self._module.within[home])
-        names = dict.fromkeys(name for names in operations_of for name in names)
-        modules = [module_of(name, self._variables.modules) or "" for name in names] or [""]
-        path = common(modules) or None  # "" among the modules makes this None.
+        path = self._module_around(itertools.chain.from_iterable(operations_of))
         is_sum = collective.collective in ("all-reduce", "reduce-scatter")
-        if not is_sum:  # A collective that does not sum only moves arrays.
-            # For each operand, the names of the arguments that it is computed from: all of them if
-            # they are Variables, else one that is not a Variable (`Origins.of`).
-            origins = [self._origins.of(Value(home, name)) for name in collective.operand_names]
-            if origins and all(map(self._origins.are_variables, origins)):
-                sources = frozenset().union(*origins)
-                kind: Purpose = "state" if sources <= self._variables.states else "parameter"
-                return Use(kind, parameters=tuple(sorted(sources)), module=path)
+        # A collective that does not sum only moves arrays.
+        moved = frozenset[str]() if is_sum else self._moved_variables(collective, home)
+        if moved:
+            kind: Purpose = "state" if moved <= self._variables.states else "parameter"
+            return Use(kind, parameters=tuple(sorted(moved)), module=path)
         if gradients := self._gradients(collective, home, operations_of, is_sum=is_sum):
             return Use("gradient", parameters=tuple(sorted(gradients)), module=path)
         if is_sum:
@@ -153,6 +148,28 @@ class _Purposes:
         if updated is None:
             return Use("reshard", module=path)
         return Use("result", parameters=updated, module=path)
+
+    def _module_around(self, operation_names: Iterable[str]) -> str | None:
+        """Returns the path of the innermost module around all of these operations, else None."""
+        names = dict.fromkeys(operation_names)  # unique
+        modules = [module_of(name, self._variables.modules) for name in names]
+        paths = [path for path in modules if path is not None]
+        # No module is around an operation outside of modules.
+        if not paths or len(paths) < len(modules):
+            return None
+        return common(paths) or None
+
+    def _moved_variables(self, collective: Instruction, home: str) -> frozenset[str]:
+        """Returns the paths of the Variables from which a collective's operands are computed.
+
+        The result is empty if an operand is also computed from something else. ``home`` is the name
+        of the computation that the collective is in.
+        """
+        # For each operand, the names of the arguments that it is computed from: all of them if they
+        # are Variables, else one that is not a Variable.
+        origins = [self._origins.of(Value(home, name)) for name in collective.operand_names]
+        is_of_variables = all(map(self._origins.are_variables, origins))
+        return frozenset[str]().union(*origins) if is_of_variables else frozenset()
 
     def _gradients(
         self, collective: Instruction, home: str, operations_of: list[list[str]], *, is_sum: bool
@@ -227,7 +244,8 @@ def _operations_of_arrays(
     }
     operations_of = []
     for i, operand_name in enumerate(collective.operand_names):
-        made_by = by_name[operand_name].operation if operand_name in by_name else None
+        maker = by_name.get(operand_name)  # None if damaged text lacks it
+        made_by = None if maker is None else maker.operation
         candidates = [operations(name) for name in (made_by, taken_by.get(i)) if name]
         # An operand may be named after something else, such as the loop that computes it, so the
         # first name that shares an operation with the collective is the right one.
@@ -270,11 +288,15 @@ def rows_of_inputs(module: Module, rows: Sequence[ParameterRow]) -> dict[int, Pa
     """
     by_path = {row.path: row for row in rows}
     inputs = module.parameters
-    if inputs.keys() == {*range(len(rows))} and all(
-        [shape.dims for shape in arrays(inputs[i].shape)] == [row.shard_shape]
-        and by_path.get(inputs[i].operation or "", row) is row
-        for i, row in enumerate(rows)
-    ):
+
+    def can_be(parameter: Instruction, row: ParameterRow) -> bool:
+        """Tells whether a parameter has the shape of a row, and not the name of another row."""
+        dims = [shape.dims for shape in arrays(parameter.shape)]
+        named_row = by_path.get(parameter.operation or "")
+        return dims == [row.shard_shape] and (named_row is None or named_row is row)
+
+    has_as_many = inputs.keys() == {*range(len(rows))}
+    if has_as_many and all(can_be(inputs[number], row) for number, row in enumerate(rows)):
         return dict(enumerate(rows))
     names = {number: parameter.operation or "" for number, parameter in inputs.items()}
     return {number: by_path[name] for number, name in names.items() if name in by_path}
@@ -299,16 +321,16 @@ class _Variables:
         self._rows: dict[str | None, list[ParameterRow]] = {}
         for row in rows:
             self.paths.add(row.path)
-            outer = enclosing_paths(row.path)  # of all that the Variable is in, outermost first
-            self.modules.update(outer)
+            around = enclosing_paths(row.path)  # of all objects that the Variable is in
+            self.modules.update(around)
             if row.role in ("optimizer state", "state"):
                 self.states.add(row.path)
                 continue
             # A module owns the Variables in its lists and dicts: ``model.up`` has
             # ``model.up.scales[0]``. It does not own those of a module inside it: a further
             # dot in the path, behind the module's attribute, is that of a module inside.
-            own = [path for path in outer if "." not in row.path[len(path) + 1 :]]
-            for key in (None, *own):
+            owners = [path for path in around if "." not in row.path[len(path) + 1 :]]
+            for key in (None, *owners):
                 self._rows.setdefault(key, []).append(row)
 
     def with_part(
@@ -429,11 +451,12 @@ def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tup
         if name not in by_name:  # Damaged text may lack the instruction.
             continue
         known_paths = returned.get(name)
-        # Skips what was looked at before, so that instructions with several users, and cycles in
-        # damaged text, are followed once for each path.
-        if known_paths is not None and (path is None or path in known_paths):
+        new_paths = () if path is None else (path,)
+        # An instruction that was looked at with this path is skipped, so that instructions with
+        # several users, and cycles in damaged text, are followed once for each path.
+        if known_paths is not None and {*new_paths} <= {*known_paths}:
             continue
-        returned[name] = (*(known_paths or ()), *(() if path is None else (path,)))
+        returned[name] = (known_paths or ()) + new_paths
         instruction = by_name[name]
         # The opcode of the instruction; a fusion or a call adds those of the instructions inside.
         inside = [opcodes_in.get(callee, _UNKNOWN) for callee in instruction.callees]
@@ -489,8 +512,8 @@ class Origins:
         is one, so the search back from the value ends there.
         """
         names: set[str] = set()
-        # Each value reached so far → the value computed from it, from which the search came. The
-        # start has None.
+        # Each value reached so far → the value that is computed from it, and from which the search
+        # came; None for the first value.
         user_of: dict[Value, Value | None] = {value: None}
         pending = [value]
         while pending:
@@ -524,16 +547,21 @@ class Origins:
         """
 
         def is_one_of(x: Value, *opcodes: str) -> bool:
+            """Tells whether an instruction with one of these opcodes makes a value."""
             instruction = self._module.maker(x)
             return instruction is not None and instruction.opcode in opcodes
 
         def computed_from(x: Value) -> list[Value]:
+            """Lists the values to which the search goes on; empty where it ends."""
             is_last = is_one_of(x, "reduce", "scatter", *PRODUCTS)
             return [] if is_last else self._computed_from(x)
 
-        products = (x for x in reached(value, computed_from) if is_one_of(x, *PRODUCTS))
-        factors = (factor for product in products for factor in self._module.operands(product))
-        return any(self.are_variables(self.of(factor)) for factor in factors)
+        for product in reached(value, computed_from):
+            if is_one_of(product, *PRODUCTS):
+                for factor in self._module.operands(product):
+                    if self.are_variables(self.of(factor)):
+                        return True
+        return False
 
     def are_variables(self, names: frozenset[str]) -> bool:
         """Tells whether all these arguments are Variables; False for no arguments."""
@@ -577,6 +605,7 @@ class Origins:
             return self._module.passed(x) or self._module.operands(x)
 
         values = [*itertools.islice(reached(value, computed_from), _MAX_STEPS)]
+        if len(values) == _MAX_STEPS:  # There may be more values.
+            return False
         makers = filter(None, map(self._module.maker, values))
-        is_fixed = all(maker.opcode not in ("parameter", "while") for maker in makers)
-        return is_fixed and len(values) < _MAX_STEPS
+        return all(maker.opcode not in ("parameter", "while") for maker in makers)
