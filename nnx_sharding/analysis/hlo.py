@@ -219,10 +219,26 @@ class Module(Values):
         """
         if not self.with_opcode("conditional"):
             return {*self.calls}
-        # Weigh the branches. Callees come before their callers, so that their weights are known.
-        # The weight of a computation in ``sums`` includes its callees, in all runs of loops.
-        sums = Counter(weights)
-        largest: dict[str, str] = {}  # name of a conditional → the branch that it takes
+        largest = self._largest_branches(weights)
+        # The calls are followed from the entry, which is the only computation without a caller.
+        # Callers come before their callees, so it is known whether they run.
+        taken = {name for name in self.calls if name not in self.callers}
+        for name in reversed(self.callees_first or ()):
+            for call in self.calls.get(name, ()) if name in taken else ():
+                branch = largest.get(call.instruction.name)  # None for other instructions
+                if branch is None or branch == call.callee:
+                    taken.add(call.callee)
+        return taken
+
+    def _largest_branches(self, weights: Mapping[str, int]) -> dict[str, str]:
+        """Finds the branch of each conditional with the most weight, by the conditional's name.
+
+        ``weights`` is as in `taken`. The weight of a branch includes its callees, in all runs of
+        loops.
+        """
+        sums = Counter(weights)  # gets the weights with callees, too
+        largest: dict[str, str] = {}
+        # Callees come before their callers, so that their weights are known.
         for name in self.callees_first or ():
             # Name of a conditional in this computation → its branches.
             branches = defaultdict[str, list[str]](list)
@@ -235,16 +251,9 @@ class Module(Values):
             for conditional, callees in branches.items():
                 # If several branches have the most weight, the last one counts.
                 largest[conditional] = max(reversed(callees), key=sums.__getitem__)
+            # A branch that several conditionals of the computation take counts once.
             sums[name] += sum(sums[callee] for callee in {largest[x] for x in branches})
-        # Follow the calls, callers first, from the entry, which is the only computation without a
-        # caller.
-        taken = {name for name in self.calls if name not in self.callers}
-        for name in reversed(self.callees_first or ()):
-            for call in self.calls.get(name, ()) if name in taken else ():
-                branch = largest.get(call.instruction.name)  # None for other instructions
-                if branch is None or branch == call.callee:
-                    taken.add(call.callee)
-        return taken
+        return largest
 
     def source(self, instruction: Instruction) -> list[tuple[str, int]]:
         """Lists the lines of code that led to an instruction: (file, line), innermost first.

@@ -137,8 +137,8 @@ class Values:
         The last caller is in the entry computation. If several instructions call a computation,
         only the last one in the text counts.
         """
-        seen = {""}  # Ends the search in damaged text, which may have cycles.
-        while name in self.callers.keys() - seen:
+        seen = set[str]()  # ends the search in damaged text, which may have cycles
+        while name in self.callers and name not in seen:
             seen.add(name)
             caller = self.callers[name][-1]
             yield caller
@@ -311,10 +311,11 @@ def trip_counts(values: Values) -> dict[str, int]:
 class _Counter:
     """Follows what the condition of a loop compares, and what its body adds, to constants.
 
-    ``count`` counts the runs of a loop. ``_number`` follows one value to a `_Number`, ``_fixed``
-    turns a `_Number` into an integer, and ``_carried`` follows the initial value and the body's
-    result of what a loop carries. Each of them gives None for what is unknown; ``_carried`` gives a
-    pair in which a number may be None.
+    ``count`` counts the runs of a loop. ``_comparison`` finds what its condition compares,
+    ``_number`` follows one value to a `_Number`, ``_fixed`` turns a `_Number` into an integer, and
+    ``_carried`` follows the initial value and the body's result of what a loop carries. Each of
+    them returns None for what is unknown; ``_carried`` returns a pair in which a number may be
+    None.
 
     Attributes:
       _values: the computations of the program.
@@ -333,23 +334,13 @@ class _Counter:
         constant, and the body has to add a constant to the counter. ``home`` is the name of the
         computation that the loop is in.
         """
-        condition = self._values.roots.get(dict(loop.calls).get("condition", ""))
-        if loop.trip_count is not None or condition is None:  # XLA has noted the trip count.
+        if loop.trip_count is not None:  # XLA has noted the trip count.
             return loop.trip_count
-        # The search goes back from what the condition returns to the comparison: into a fusion, and
-        # past copies.
-        test = Value(dict(loop.calls)["condition"], condition.name)
-        for _ in range(_MAX_DEPTH):
-            maker = self._values.maker(test)
-            if maker is None or maker.opcode not in ("fusion", *_COPIES):
-                break
-            sources = self._values.passed(test) or self._values.operands(test)
-            if not sources:  # Damaged text lacks the sources.
-                return None
-            test = sources[0]
-        if maker is None or maker.opcode != "compare" or len(maker.operand_names) != 2:
+        comparison = self._comparison(dict(loop.calls).get("condition", ""))
+        maker = None if comparison is None else self._values.maker(comparison)
+        if comparison is None or maker is None:
             return None
-        left, right = map(self._number, self._values.operands(test))
+        left, right = map(self._number, self._values.operands(comparison))
         # The counter changes, so the number that is fixed is the limit. `compared` is the other
         # number, which depends on the counter.
         compared, limit = left, self._fixed(right)
@@ -368,6 +359,29 @@ class _Counter:
             return None
         # The body returns `counter + after_run.plus`, so `after_run.plus` is the step.
         return _runs(limit - first - compared.plus, step=after_run.plus, direction=direction)
+
+    def _comparison(self, condition: str) -> Value | None:
+        """Finds the comparison of two values whose result the condition of a loop returns.
+
+        The search goes back from the result, into fusions and past copies. Returns None if anything
+        else makes the result. ``condition`` is the name of the computation.
+        """
+        root = self._values.roots.get(condition)
+        if root is None:  # Damaged text lacks the condition.
+            return None
+        value = Value(condition, root.name)
+        for _ in range(_MAX_DEPTH):
+            maker = self._values.maker(value)
+            if maker is None:
+                return None
+            if maker.opcode not in ("fusion", *_COPIES):
+                is_comparison = maker.opcode == "compare" and len(maker.operand_names) == 2
+                return value if is_comparison else None
+            sources = self._values.passed(value) or self._values.operands(value)
+            if not sources:  # Damaged text lacks the sources.
+                return None
+            value = sources[0]
+        return None
 
     def _fixed(self, number: _Number | None) -> int | None:
         """Returns a number as an integer; None if it is unknown, or if a loop changes it.

@@ -157,36 +157,51 @@ def _operations(module: Module, executed: ExecutedWork) -> tuple[Operation, ...]
     """
     # Name of a computation → the work of one run, with that of its fusions.
     work_of_run: dict[str, Work] = {}
-    # The key has the ratio in quarters of a power of two, and whether there are flops of 8-bit
-    # integers and of 8-bit floats, because hardware has other rates for these.
-    sums: dict[tuple[int, bool, bool], Work] = {}
+    sums: dict[_SimilarWork, Work] = {}
     # Callees come first, so that ``work_of_run`` has what a fusion runs before the fusion.
     for name in module.callees_first or ():
         own = {instruction.name: work for instruction, work in executed.get(name, ())}
         runs = module.runs[name]
         total = Work()
-        for instruction in module.by_name[name].instructions if name in executed else ():
+        instructions = module.by_name[name].instructions if name in executed else []
+        for instruction in instructions:
+            work = own.get(instruction.name, Work())
             # A fusion is one operation, with all that is in it. Bodies of loops, and computations
             # that are called, have operations of their own.
-            fused = instruction.callees if module.fused(instruction) else ()
-            work_of_callees = [work_of_run[callee] for callee in fused]
-            work = sum_of([own.get(instruction.name, Work()), *work_of_callees])
+            if module.fused(instruction) is not None:
+                work = sum_of([work, *(work_of_run[callee] for callee in instruction.callees)])
             total = total.plus(work)
-            # Copies and collectives run beside the operations, so they are none themselves. In the
-            # work of a fusion (``total``), everything counts.
-            is_beside = instruction.collective or instruction.opcode.endswith(("-start", "-done"))
-            if runs.is_fused or is_beside or not work.flops + work.bytes_accessed:
-                continue
-            ratio = math.log2(work.flops + 1) - math.log2(work.bytes_accessed + 1)
-            # Ratios with the same key differ by less than 2 ** (1 / 4), which is 1.19.
-            key = round(4 * ratio), work.int8_flops > 0, work.fp8_flops > 0
-            sums[key] = sums.get(key, Work()).plus(work, times=runs.least)
+            # Copies and collectives run next to the operations, so they are none themselves. The
+            # instructions of a fusion are not either, but everything counts in ``total``.
+            is_asynchronous = instruction.opcode.endswith(("-start", "-done"))
+            is_operation = not (runs.is_fused or instruction.collective or is_asynchronous)
+            if is_operation and (work.flops or work.bytes_accessed):
+                kind = _SimilarWork.of(work)
+                sums[kind] = sums.get(kind, Work()).plus(work, times=runs.least)
         work_of_run[name] = total
-    figures = [field.name for field in dataclasses.fields(Operation)]  # ``Work`` has them, too
+    figures = [field.name for field in dataclasses.fields(Operation)]  # `Work` has the same names.
     return tuple(
         Operation(**{figure: float(min(getattr(work, figure), _MOST)) for figure in figures})
         for work in sums.values()
     )
+
+
+class _SimilarWork(NamedTuple):
+    """What operations have in common whose work takes about as long together as apart."""
+
+    # The binary logarithm of flops per byte, in quarters: ratios with the same number differ by
+    # less than 2 ** (1 / 4), which is 1.19.
+    ratio: int
+    # Hardware has other rates for products of 8-bit numbers.
+    has_int8: bool
+    has_fp8: bool
+
+    @classmethod
+    def of(cls, work: Work) -> _SimilarWork:
+        """Returns the kind of some work."""
+        # One is added because flops and bytes may be 0.
+        logarithm = math.log2(work.flops + 1) - math.log2(work.bytes_accessed + 1)
+        return cls(round(4 * logarithm), work.int8_flops > 0, work.fp8_flops > 0)
 
 
 def executed_work(module: Module) -> ExecutedWork:
@@ -213,6 +228,7 @@ def executed_work(module: Module) -> ExecutedWork:
             if instruction.opcode in _NO_WORK:
                 continue
             operands = operands_of(instruction, by_name)
+            # Without the module, `work_of` counts no bytes.
             work = work_of(instruction, operands, None if runs.is_fused else module)
             if work.flops and not module.is_for_tpu and instruction.opcode in PRODUCTS:
                 # Compilers for other hardware may convert 8-bit factors first. The hardware that
@@ -234,8 +250,8 @@ def executed_work(module: Module) -> ExecutedWork:
             work_per_element[name] = sum_of(work for _, work in parts)
         else:
             executed[name] = parts
-    # Only the branch of a conditional with the most work counts. The sum of flops, bytes and the
-    # other figures has no unit, but mostly one branch has more of all of them.
+    # Only the branch of a conditional with the most work counts. A weight adds flops to bytes and
+    # other figures, which have no common unit, but mostly one branch has more of all of them.
     weights = {name: sum(sum(work) for _, work in parts) for name, parts in executed.items()}
     taken = module.taken(weights)
     return {name: parts for name, parts in executed.items() if name in taken}
