@@ -29,7 +29,7 @@ import functools
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from .hlo import Module
@@ -99,26 +99,26 @@ class Overlap:
         schedule = self._module.by_name[home].instructions
         instruction = self._module.maker(collective)
         assert instruction is not None  # The collective was found in the text.
-        # The chain has fusions, too, that have instructions of the collective inside.
-        channel = _channel(instruction)
+        steps = self._steps_of(_channel(instruction), schedule)
+        # A single step has nothing between its start and its end. Only damaged text has no steps.
+        between = schedule[steps[0] + 1 : steps[-1]] if steps else []
+        work_between = [(x, self._work_of(x, home)) for x in between]
+        most_flops_first = sorted(work_between, key=lambda pair: -pair[1].flops)
+        operations = dict.fromkeys(  # unique names
+            x.operation for x, work in most_flops_first if work.flops and x.operation
+        )
+        return Scheduled(sum_of(work for _, work in work_between), tuple(operations)[:3])
+
+    def _steps_of(self, channel: str, schedule: Sequence[Instruction]) -> list[int]:
+        """Lists the positions in a schedule of a collective, and of the ends that wait for it."""
+        # Among the instructions are fusions that have instructions of the collective inside.
         chain = {x.name for x in schedule if channel in self._contents_of(x).channels}
-        # The positions in the schedule of the chain, and of the ends that wait for it.
         steps = []
         for step, x in enumerate(schedule):
             is_end = x.opcode.endswith("-done") and not chain.isdisjoint(x.operand_names)
             if x.name in chain or is_end:
                 steps.append(step)
-        # What the device does meanwhile is in schedule[start:end]. Only damaged text has no steps.
-        start, end = 0, 0
-        if steps:
-            start = steps[0] + 1
-            end = max(start, steps[-1])  # Nothing is between if start and end are one instruction.
-        between = [(x, self._work_of(x, home)) for x in schedule[start:end]]
-        most_flops_first = sorted(between, key=lambda pair: -pair[1].flops)
-        operations = dict.fromkeys(  # unique names
-            x.operation for x, work in most_flops_first if work.flops and x.operation
-        )
-        return Scheduled(sum_of(work for _, work in between), tuple(operations)[:3])
+        return steps
 
     def _work_of_computation(self, name: str) -> Work:
         """Sums the work of one run of a computation, with all that it calls."""
@@ -211,12 +211,11 @@ class Overlap:
 
     def _contents_of(self, instruction: Instruction) -> _Contents:
         """Counts an instruction itself, and what is in the computations that it calls."""
-        is_call = instruction.opcode == "custom-call" and _PRODUCT.search(instruction.rest)
-        is_product = instruction.opcode in PRODUCTS or is_call
-        own = _Contents(
-            products=1 if is_product else 0,
-            channels=Counter([_channel(instruction)] if _is_collective(instruction) else []),
-        )
+        is_product = instruction.opcode in PRODUCTS
+        if instruction.opcode == "custom-call":
+            is_product = _PRODUCT.search(instruction.rest) is not None
+        channels = [_channel(instruction)] if _is_collective(instruction) else []
+        own = _Contents(products=int(is_product), channels=Counter(channels))
         return _sum([own, *map(self._contents, instruction.callees)])
 
 

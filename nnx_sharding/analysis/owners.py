@@ -254,9 +254,10 @@ _KEY = re.compile(r"[^.\[\]'\"]+")
 def owners_of_rows(rows: Sequence[ParameterRow]) -> list[Owner]:
     """Decides what the argument of each row counts as.
 
-    The state of an optimizer belongs to the module of the parameter that its path ends like:
-    ``optimizer.opt_state[0].mu.up.kernel`` to ``model.up``, of ``model.up.kernel``. If parameters
-    of several modules end so, it belongs to where it is.
+    The state of an optimizer belongs to the module of the parameter whose path has the same end:
+    ``optimizer.opt_state[0].mu.up.kernel`` belongs to ``model.up``, because ``model.up.kernel`` is
+    a parameter. If parameters of several modules have this end, the state belongs to the module
+    that it is in.
     """
     paths = [tuple(_KEY.findall(row.path)) for row in rows]  # ("model", "up", "kernel")
     # End of the path of a parameter, ("up", "kernel") or ("kernel",) or all of it → the modules of
@@ -284,7 +285,8 @@ def owners_of_rows(rows: Sequence[ParameterRow]) -> list[Owner]:
             modules = set() if longest_end is None else modules_by_end[longest_end]
             module = next(iter(modules)) if len(modules) == 1 else module
         elif is_array:
-            module, use = row.path, "inputs"  # an input is listed by its own path
+            use = "inputs"
+            module = row.path  # An input is listed under its own path.
         owners.append(Owner(Place(module, False), use))
     return owners
 

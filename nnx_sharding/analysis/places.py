@@ -251,22 +251,24 @@ class PlaceFinder:
         within = self._module.within[value.computation]
         users = self._module.users[value.computation]
         seen = {value.name}
-        before = after = {value.name}  # the names of instructions from which the search goes on
+        # The names of instructions from which the search goes on, in both directions.
+        from_before, from_after = {value.name}, {value.name}
         for _ in range(_MAX_DISTANCE):
-            before = {x for name in before for x in within[name].operand_names if x in within}
-            before -= seen
+            operands = {operand for name in from_before for operand in within[name].operand_names}
+            before = (operands & within.keys()) - seen  # Damaged text may lack operands.
             seen |= before
-            after = {user.instruction.name for name in after for user in users.get(name, ())}
+            after = {user.instruction.name for name in from_after for user in users.get(name, ())}
             after -= seen
             seen |= after
             # Names are sorted, so that results do not depend on the order of sets.
             places = {name: self._place_by_names(within[name]) for name in sorted(before | after)}
+            known_places = {name: place for name, place in places.items() if place is not None}
             yield _Nearest(
-                before=[x for name, x in places.items() if x is not None and name in before],
-                after=[x for name, x in places.items() if x is not None and name in after],
+                before=[place for name, place in known_places.items() if name in before],
+                after=[place for name, place in known_places.items() if name in after],
             )
-            before = {name for name in before if places[name] is None}
-            after = {name for name in after if places[name] is None}
+            from_before = before - known_places.keys()
+            from_after = after - known_places.keys()
 
     def _modules_of_parameters(self, value: Value) -> list[str]:
         """Lists the modules of the parameters that the instruction of a value takes.
