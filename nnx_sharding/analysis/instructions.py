@@ -154,9 +154,9 @@ def _array(dtype: str, dims: str, layout: str) -> Shape:
     each element takes whole bytes: an ``s4`` takes 8 bits.
     """
     sizes = tuple(int(size) for size in re.findall(r"\d{1,18}", dims))
-    # The width is 32 for f32. A pred has no width, but takes 8 bits; a token takes none.
-    width = re.search(r"\d{1,4}", dtype)
-    dtype_bits = int(width[0]) if width else 8 if dtype == "pred" else 0
+    width = re.search(r"\d{1,4}", dtype)  # 32 for f32
+    bits_without_width = 8 if dtype == "pred" else 0  # A token, for example, takes no bits.
+    dtype_bits = int(width[0]) if width else bits_without_width
     packed_bits = re.search(r"E\((\d{1,4})\)", layout)
     element_bits = int(packed_bits[1]) if packed_bits else -(-dtype_bits // 8) * 8
     memory_space = re.search(r"S\((\d{1,4})\)", layout)
@@ -201,8 +201,10 @@ class Instruction(_Written):
     @functools.cached_property
     def operand_names(self) -> tuple[str, ...]:
         """The names of the operands, without percent signs and shapes."""
-        # Most instructions have no brackets, strings or comments in their operands. This is faster.
-        if simple := _SIMPLE.match(self.rest):
+        # Most instructions have no brackets, strings or comments in their operands, so a single
+        # expression finds the names. That is faster than splitting the text.
+        simple = _SIMPLE.match(self.rest)
+        if simple is not None:
             return tuple(_NAME.findall(simple[1]))
         return tuple(text.rpartition(" ")[2].lstrip("%") for text in self.operands)
 

@@ -106,18 +106,18 @@ class SavedResiduals(tuple[Residual, ...], Pictured):
         is_known = all(x.shard_shape is not None for x in self._computed())
         on_device = self.bytes_per_device() if is_known else self.bytes()
         host = self.bytes_per_device("host") if is_known else self.bytes("host")
-        what = "on each device" if is_known else "in whole arrays"
+        counted = "on each device" if is_known else "in whole arrays"
         on_host = f", {bytes_text(host)} on the host" if host else ""
-        yield text(f"kept for the backward pass: {bytes_text(on_device)} {what}{on_host}")
+        yield text(f"kept for the backward pass: {bytes_text(on_device)} {counted}{on_host}")
         rows = [
             (
-                bytes_text(x.bytes_per_device if is_known else x.bytes),
-                x.memory,
-                f"{x.dtype.name}{[*x.shape]}",
-                x.operation,
-                x.source,
+                bytes_text(residual.bytes_per_device if is_known else residual.bytes),
+                residual.memory,
+                f"{residual.dtype.name}{[*residual.shape]}",
+                residual.operation,
+                residual.source,
             )
-            for x in sorted(self._computed(), key=lambda x: -x.bytes)
+            for residual in sorted(self._computed(), key=lambda residual: -residual.bytes)
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
@@ -148,14 +148,17 @@ def residual_of(
       names: the expression for each of its inputs.
       fun_name: the source of an array that no module computes.
     """
-    aval: Any = var.aval
+    aval: Any = var.aval  # the type of the array, which stays the same on the way back
     memory = "host" if "host" in str(getattr(aval, "memory_space", "")).lower() else "device"
     # The calls that lead from the outermost jaxpr to ``jaxpr``, each with the jaxpr that it is in.
     calls: list[tuple[Jaxpr, JaxprEqn]] = []
 
-    def residual(operation: str, *innermost: JaxprEqn, source: str = "") -> Residual:
-        """Describes the array; its source is the module of the calls and of ``innermost``."""
-        path = path_of([*(call for _, call in calls), *innermost])
+    def residual(operation: str, *equations: JaxprEqn, source: str = "") -> Residual:
+        """Describes the array, as made by an operation in the module of the calls.
+
+        ``equations`` is the equation of the operation, if it has one, for its name of the module.
+        """
+        path = path_of([*(call for _, call in calls), *equations])
         return Residual(
             source=source or path or fun_name,
             operation=operation,
@@ -173,30 +176,39 @@ def residual_of(
             outer, call = calls[-1]
             # The inputs of a jaxpr are the last inputs of its call: a `cond` has its predicate
             # before the inputs of a branch, and a `scan` has as many inputs as its body.
-            given = call.invars[len(call.invars) - len(jaxpr.invars) + position]
+            argument = call.invars[len(call.invars) - len(jaxpr.invars) + position]
             # If shapes differ, the array is the stack of a loop's carries in each step. No array
             # outside of the loop has these values.
-            if given.aval.shape != aval.shape:  # type: ignore[attr-defined]
+            if argument.aval.shape != aval.shape:  # type: ignore[attr-defined]
                 return residual("carry")
-            jaxpr, var = outer, given
+            jaxpr, var = outer, argument
             calls.pop()
             continue
         equation = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
         if equation is None:  # The jaxpr has the variable as a constant.
             return None
-        # The jaxprs inside that return the results of the call. The condition of a `while` is left
-        # out by name, because it returns one value, and the loop may return one, too. All branches
-        # of a `cond` return the same results, and the first branch is followed.
-        condition = getattr(equation.params.get("cond_jaxpr"), "jaxpr", None)
-        inner = (x for x in _compat.jaxprs_of(equation) if x is not condition)
-        inside = [x for x in inner if len(x.outvars) == len(equation.outvars)]
-        if inside:  # The search goes into the call.
+        called = _called_jaxpr(equation)
+        if called is not None:  # The search goes into the call.
             calls.append((jaxpr, equation))
-            jaxpr, var = inside[0], inside[0].outvars[equation.outvars.index(var)]
+            jaxpr, var = called, called.outvars[equation.outvars.index(var)]
         elif equation.primitive.name in _MARKS:  # A mark computes nothing.
             var = equation.invars[0]
         else:
             return residual(equation.primitive.name, equation)
+    return None
+
+
+def _called_jaxpr(equation: JaxprEqn) -> Jaxpr | None:
+    """Returns the jaxpr that computes the results of an equation; None if the equation does.
+
+    All branches of a `cond` return the same results, and the first branch is returned.
+    """
+    # The condition of a `while` is left out by its name, because it returns one value, and the loop
+    # may return one, too.
+    condition = getattr(equation.params.get("cond_jaxpr"), "jaxpr", None)
+    for inner in _compat.jaxprs_of(equation):
+        if inner is not condition and len(inner.outvars) == len(equation.outvars):
+            return inner
     return None
 
 
