@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 
@@ -84,30 +84,41 @@ def read_buffers(folder: Path) -> Buffers | None:
         (name, index): (int(first), min(int(last), len(names) - 1))
         for name, index, first, last in _RANGE.findall(live)
     }
-    allocations = []
     # Each allocation is a block of text, in which the lines of its values are indented.
-    for block in re.split(r"\n(?![ \t])", assignments[0].read_text()):
-        head, _, values_in_it = block.partition("\n")
-        size = _ALLOCATION.match(head)
-        # Only the main memory counts. Other memory, such as a TPU's vector memory, has a colour
-        # other than 0; the memory of a thread is on a stack; constants are a part of the program.
-        if size is None or re.search(r", (color [1-9]|thread-local|constant)", head):
-            continue
-        number = re.search(r", parameter (\d+),", head)
-        buffers = []
-        for name, index, length, offset in _VALUE.findall(values_in_it):
-            if (name, index) in spans:
-                first, last = spans[name, index]
-                part = tuple(int(i) for i in index.split(",") if i)  # "1,0" → (1, 0), "" → ()
-                buffers.append(Buffer(name, part, int(length), int(offset), first, last))
-        allocation = Allocation(
-            size=int(size[1]),
-            parameter=int(number[1]) if number else None,
-            is_result="maybe-live-out" in head,
-            values=tuple(_one_after_another(buffers)),
-        )
-        allocations.append(allocation)
+    blocks = re.split(r"\n(?![ \t])", assignments[0].read_text())
+    allocations = [*filter(None, (_read_allocation(block, spans) for block in blocks))]
     return Buffers(tuple(allocations), names) if allocations and names else None
+
+
+def _read_allocation(
+    block: str, spans: Mapping[tuple[str, str], tuple[int, int]]
+) -> Allocation | None:
+    """Reads an allocation; None for one that is not in main memory, or for another text.
+
+    Args:
+      block: the text of the allocation: a line about the allocation, and a line for each value.
+      spans: the first and the last step at which each array is live, by the name of its instruction
+        and the index as it is written. Arrays that are missing here are left out.
+    """
+    head, _, lines_of_values = block.partition("\n")
+    size = _ALLOCATION.match(head)
+    # Only the main memory counts. Other memory, such as a TPU's vector memory, has a colour other
+    # than 0; the memory of a thread is on a stack; constants are a part of the program.
+    if size is None or re.search(r", (color [1-9]|thread-local|constant)", head):
+        return None
+    number = re.search(r", parameter (\d+),", head)
+    buffers = []
+    for name, index, length, offset in _VALUE.findall(lines_of_values):
+        if (name, index) in spans:
+            first, last = spans[name, index]
+            part = tuple(int(i) for i in index.split(",") if i)  # "1,0" → (1, 0), "" → ()
+            buffers.append(Buffer(name, part, int(length), int(offset), first, last))
+    return Allocation(
+        size=int(size[1]),
+        parameter=int(number[1]) if number else None,
+        is_result="maybe-live-out" in head,
+        values=tuple(_one_after_another(buffers)),
+    )
 
 
 def _one_after_another(buffers: Sequence[Buffer]) -> Iterator[Buffer]:

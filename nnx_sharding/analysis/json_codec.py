@@ -63,7 +63,7 @@ def as_data(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
 
     ``other`` converts values of other types.
     """
-    if value is None or isinstance(value, str | int | float):  # enough for what reports hold
+    if value is None or isinstance(value, str | int | float):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: as_data(getattr(value, name), other) for name in _fields(type(value))}
@@ -136,16 +136,7 @@ def _read_value(
     if kind is PartitionSpec:
         return _read_spec(data)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        # ``data`` has the written fields, and ``unwritten`` the values of the others.
-        fields = _fields(kind)
-        given = {**unwritten, **data}
-        # Every field has to be there, because a default may have another meaning later.
-        missing = [name for name in fields if name not in given]
-        unknown = [name for name in given if name not in fields]
-        if missing or unknown:
-            raise ValueError(f"{', '.join(missing + unknown)} missing or unknown")
-        values = {name: _read_value(fields[name], value) for name, value in data.items()}
-        return kind(**unwritten, **values)
+        return _read_dataclass(kind, data, unwritten)
     # ``tuple[X, ...]``; or a class such as ``Collectives(tuple[Collective, ...])``.
     for base in (kind, *getattr(kind, "__orig_bases__", ())):
         if typing.get_origin(base) in (tuple, Sequence):
@@ -154,6 +145,22 @@ def _read_value(
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {key: _read_value(arguments[1], value) for key, value in data.items()}
     return _read_plain((kind,), data)
+
+
+def _read_dataclass(kind: type[Any], data: Any, unwritten: Mapping[str, Any]) -> Any:
+    """Makes a dataclass from the data of its fields, and from the values of ``unwritten`` fields.
+
+    Every field has to be there, because a default may have another meaning later. Raises a
+    ValueError if one is missing, or if there is another one.
+    """
+    fields = _fields(kind)  # the types of the fields
+    given = {**unwritten, **data}
+    missing = [name for name in fields if name not in given]
+    unknown = [name for name in given if name not in fields]
+    if missing or unknown:
+        raise ValueError(f"{', '.join(missing + unknown)} missing or unknown")
+    values = {name: _read_value(fields[name], value) for name, value in data.items()}
+    return kind(**unwritten, **values)
 
 
 def _read_plain(kinds: Sequence[Any], data: Any) -> Any:
@@ -179,8 +186,8 @@ _PLAIN = (str, int, float, bool, types.NoneType)
 
 def _read_spec(data: Any) -> PartitionSpec:
     """Reads what `_spec_data` returned: a list of entries, or a dictionary that has one."""
-    # What is left in ``parts`` at the end are unknown keys, which `PartitionSpec` refuses.
     parts = {"partitions": data} if isinstance(data, list) else dict(data)
+    # Known keys are removed from ``parts``. `PartitionSpec` then refuses those that are left.
     entries = [tuple(x) if isinstance(x, list) else x for x in parts.pop("partitions")]
     options: dict[str, Any] = {}
     for name in ("unreduced", "reduced"):

@@ -91,16 +91,18 @@ def measured_seconds(profile: Profile, module: Module) -> dict[str, float]:
 def _events(profile: jax.profiler.ProfileData, name: str) -> Iterator[Event]:
     """Yields the operations that devices ran.
 
-    On CPUs and GPUs events name their program, so only those of this ``name`` count. On TPUs they
-    do not: all count, and an event is called like the text of its instruction. A profile has a
-    *plane* for each device, or one for all virtual devices of a CPU, and in it *lines* of events.
+    On CPUs and GPUs, events name their program, so only events of the program ``name`` count. On
+    TPUs, they do not, so all events count, and the name of an event is the text of its instruction.
+    A profile has a *plane* for each device, or one for all virtual devices of a CPU. A plane has
+    *lines* of events.
     """
     for plane in profile.planes:
         for line in plane.lines:
             for event in line.events:
                 stats = {key: value for key, value in event.stats if key in _STATS}
                 if stats.get("hlo_module") == name:
-                    operation = str(stats.get("hlo_op"))  # without one, no instruction has the name
+                    # Without ``hlo_op`` the name is "None", and the caller finds no instruction.
+                    operation = str(stats.get("hlo_op"))
                     device = stats.get("device_ordinal", plane.name)
                 elif line.name == "XLA Ops" and (match := _TPU_OPERATION.match(event.name)):
                     operation, device = match[1], plane.name
