@@ -106,7 +106,8 @@ def cost_of(analysis: Any, stage: str) -> Cost | None:
         bytes_accessed=_figure(analysis, "bytes accessed"),
         transcendentals=_figure(analysis, "transcendentals"),
         stage=stage,
-        optimal_seconds=_figure(analysis, "optimal_seconds") or None,  # 0 if it makes none
+        # A compiler without an estimate of the time reports 0.
+        optimal_seconds=_figure(analysis, "optimal_seconds") or None,
     )
 
 
@@ -118,12 +119,12 @@ def cost_of_lowered(lowered: jax.stages.Lowered) -> Cost | None:
     """
     try:
         cost = cost_of(lowered.cost_analysis(), LOWERED)
-    except (NotImplementedError, jax.errors.JaxRuntimeError):  # devices without a runtime
+    except (NotImplementedError, jax.errors.JaxRuntimeError):  # The devices have no runtime.
         return None
     module = lowered.compiler_ir("stablehlo")
     if cost is None or module is None:
         return cost
-    # Without the elements of large constants, which may be most of the text.
+    # The limit leaves out the elements of large constants, which may be most of the text.
     program = module.operation.get_asm(large_elements_limit=16)
     targets = dict.fromkeys(_CUSTOM_CALL.findall(program))  # unique, in order
     unknown = [x for x in targets if x not in MARKERS and not CALLBACK.match(x)]

@@ -73,9 +73,8 @@ class Hardware(JsonForm):
 
     def __post_init__(self) -> None:
         figures = {name: getattr(self, name) for name in _FIGURES if name != "torus_dimensions"}
-        wrong = [  # "not n > 0" is also true of NaN
-            f"{name} = {n!r}" for name, n in figures.items() if n is not None and not n > 0
-        ]
+        # NaN is refused, too, because `not n > 0` is true for NaN, and `n <= 0` is false.
+        wrong = [f"{name} = {n!r}" for name, n in figures.items() if n is not None and not n > 0]
         if wrong:
             raise ValueError(f"Hardware {self.name!r}: not positive: {', '.join(wrong)}.")
         if self.torus_dimensions not in (0, 2, 3):
@@ -106,15 +105,16 @@ class Hardware(JsonForm):
     @classmethod
     def _of_parts(cls, parts: dict[str, Any]) -> Hardware:
         """Reads what `_parts` returned."""
-        if parts.get("interconnect_bandwidth", 0) is None:  # a missing one is an error below
+        # None stands for infinity. A missing bandwidth stays missing, because that is an error.
+        if parts.get("interconnect_bandwidth", 0) is None:
             parts["interconnect_bandwidth"] = math.inf
         return super()._of_parts(parts)
 
     @property
     def link_bandwidth(self) -> float:
         """Bytes per second over one link in one direction; without a torus, over all links."""
-        # Two links in each dimension.
-        return self.interconnect_bandwidth / (2 * self.torus_dimensions or 1)
+        num_links = 2 * self.torus_dimensions  # A torus has two links in each dimension.
+        return self.interconnect_bandwidth / (num_links or 1)
 
 
 _FIGURES = tuple(
@@ -149,7 +149,7 @@ def hardware_of(hardware: Hardware | str) -> Hardware:
     if hardware.lower() not in keys:
         # Hints are the names for users, without the kinds that JAX gives devices.
         names = {key.lower(): key for key in _BY_NAME}
-        # One hint, and only for a name that is close, as another would mislead.
+        # Only a name that is close is a hint, because another one would mislead.
         close = difflib.get_close_matches(hardware.lower(), names, n=1, cutoff=0.75)
         hint = f" Did you mean {names[close[0]]!r}?" if close else ""
         known = ", ".join(map(repr, _BY_NAME))

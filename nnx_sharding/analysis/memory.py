@@ -89,7 +89,7 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
     """Reads the memory that JAX's ``memory_analysis`` reports; None if it reports nothing.
 
     Args:
-      analysis: what the method of ``jax.stages.Compiled`` returned.
+      analysis: the result of ``memory_analysis`` of a ``jax.stages.Compiled``.
       by_path: the bytes of each argument.
     """
     if analysis is None:
@@ -100,12 +100,13 @@ def memory_of(analysis: Any, by_path: Mapping[str, int] | None = None) -> Memory
         for ours, theirs in _NAMES.items()
     }
     peak = None
-    if None not in [sizes[name] for name in _NAMES]:  # all are known
-        # Outputs that reuse donated arguments are among both.
+    if None not in [sizes[name] for name in _NAMES]:  # All figures of device memory are known.
+        # Outputs that reuse donated arguments count as arguments and as outputs, so they are
+        # subtracted once.
         held = sizes["arguments"] + sizes["outputs"] - sizes["aliased"]
-        # The TPU compiler also reports the size of all that it allocates, without code. That of
-        # temporaries counts the gaps between them twice, so that the sum is too large: then the
-        # rest of the total is theirs.
+        # The TPU compiler also reports the size of all that it allocates, without code. Its size of
+        # temporaries counts the gaps between them twice. If the sum is therefore larger than the
+        # total, the temporaries are what the total has besides arguments and outputs.
         allocated = _size(getattr(analysis, "total_allocation_bytes", None)) or 0
         if held <= allocated < held + sizes["temporaries"]:
             sizes["temporaries"] = allocated - held

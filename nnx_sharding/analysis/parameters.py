@@ -158,17 +158,18 @@ def parameter_table(tree: Any) -> ParameterTable:
       >>> row.spec == P(None, "model")
       True
     """
-    rows, faults = ParameterTable(), []  # One error tells all faults.
+    rows = ParameterTable()
+    faults = []  # Faults are collected, because one error has to tell all of them.
     flat = flatten(tree)
     structure = flat.structure
-    # A location is that of a Variable, or of an array outside of Variables (`root_slots`).
+    # A location is where a Variable is, or an array outside of Variables (``root_slots``).
     for location in structure.walk(structure.root, iter(structure.root_slots)):
-        # The fields of the row that say in which Variable the array is.
-        of_variable = variable_fields(structure, location.object_index)
+        # The fields of a row that say in which Variable the array is.
+        fields = variable_fields(structure, location.object_index)
         for path, array in arrays_at(flat, location, location.path):
+            sharding = getattr(array, "sharding", None)
             try:
-                sharding = getattr(array, "sharding", None)
-                rows.append(row_of(ParameterRow, path, array, sharding, **of_variable))
+                rows.append(row_of(ParameterRow, path, array, sharding, **fields))
             except ValueError as error:  # The sharding does not divide the shape.
                 faults.append(f"  {path or 'the root'}: {error}")
     head = "the shardings of these arrays do not divide their shapes:"
@@ -212,6 +213,7 @@ def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any
     lines: list[Sequence[Any]] = [HEADER, ["total", "", "", "", "", *map(bytes_text, sums)]]
     for row in rows:
         path, shape, dtype, spec, shard_shape, *_ = cells(row)
+        # Exact bytes, the other two cells, are replaced by bytes with units.
         sizes = bytes_text(row.bytes_per_device), bytes_text(row.bytes_total)
         lines.append([path, shape, dtype, text(spec, styles=styles), shard_shape, *sizes])
     if width < 100:  # The column of the shard shape is left out.
@@ -253,9 +255,9 @@ def arrays_at(flat: Flat, location: Location, path: Path) -> Iterator[tuple[str,
 
 
 def variable_fields(structure: Structure, index: int | None) -> dict[str, Any]:
-    """Returns the fields of a row that say what Variable an array is in; none for another array.
+    """Returns the fields of a row that say what Variable an array is in; empty if it is in none.
 
-    ``index`` is the number of its entry in the structure.
+    ``index`` is the number of the Variable's entry in the structure; None for an array without one.
     """
     entry = None if index is None else structure.entries[index]
     if not isinstance(entry, VariableEntry):
@@ -342,8 +344,11 @@ def full_spec(spec: PartitionSpec, rank: int) -> PartitionSpec:
 def mesh_of(shardings: Iterable[Any]) -> Mesh | None:
     """Returns the mesh that most shardings have; None if none has a mesh with axes."""
     named = (sharding for sharding in shardings if isinstance(sharding, NamedSharding))
-    # XLA may give scalars a mesh without axes.
-    meshes = Counter(s.mesh for s in named if isinstance(s.mesh, Mesh) and s.mesh.axis_names)
+    meshes = Counter[Mesh]()
+    for sharding in named:
+        # XLA may give scalars a mesh without axes, which does not count.
+        if isinstance(sharding.mesh, Mesh) and sharding.mesh.axis_names:
+            meshes[sharding.mesh] += 1
     return meshes.most_common(1)[0][0] if meshes else None
 
 
@@ -358,10 +363,11 @@ def device_bytes(rows: Iterable[ParameterRow]) -> dict[int, int]:
     held: Counter[int] = Counter()
     for sharding, size in sums.items():
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-            held.update(dict.fromkeys(range(sharding.num_devices), size))
+            ids = [*range(sharding.num_devices)]
         else:
-            devices: set[Any] = sharding.device_set
-            held.update({device.id: size for device in devices})
+            ids = [device.id for device in sharding.device_set]
+        for device_id in ids:
+            held[device_id] += size
     return dict(sorted(held.items()))
 
 

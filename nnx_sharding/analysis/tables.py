@@ -51,14 +51,14 @@ class Pictured:
         """Returns HTML for notebooks, drawn by rich, with colours for any background."""
         from rich.terminal_theme import TerminalTheme
 
-        # Terminals have eight colours: black, red, green, yellow, blue, magenta, cyan, white. These
-        # have enough contrast on light and on dark, as a notebook may be either; black and white do
-        # not, so that both are grey.
+        # A notebook may be light or dark, so each of the eight colours of terminals (black, red,
+        # green, yellow, blue, magenta, cyan, white) gets a shade with enough contrast on both.
+        # Black and white have no such shade, so both are grey.
         grey, red, green, yellow = (118, 118, 118), (211, 47, 47), (20, 132, 60), (150, 108, 0)
         blue, magenta, cyan = (46, 112, 220), (168, 75, 190), (0, 128, 142)
         colours = [grey, red, green, yellow, blue, magenta, cyan, grey]
         theme = TerminalTheme(background=(255, 255, 255), foreground=(0, 0, 0), normal=colours)
-        # Notebooks have other fonts, and break lines.
+        # The style is needed because notebooks have other fonts, and break lines.
         style = "font-family: monospace; white-space: pre; overflow-x: auto"
         # rich replaces ``{code}``.
         html = f'<div class="nnx-sharding"><pre style="{style}">{{code}}</pre></div>'
@@ -72,10 +72,10 @@ def drawn(*pictures: RenderableType) -> str:
 
 
 def _lines(picture: RenderableType) -> Iterable[str]:
-    """Lays out a picture as rich does: rich itself takes 0.6 ms for each row of a table.
+    """Lays out a picture as rich does, and returns its lines.
 
-    So tables (`Table` is the class below) are laid out here, and texts that fit into a line; rich
-    does the rest.
+    rich itself takes 0.6 ms for each row of a table, so rich is only asked for pictures that are
+    neither tables (`Table`, the class below) nor texts that fit into a line.
     """
     from rich.text import Text
 
@@ -83,7 +83,7 @@ def _lines(picture: RenderableType) -> Iterable[str]:
         return itertools.chain.from_iterable(map(_lines, picture._pictures(_WIDTH)))
     if isinstance(picture, Table):
         return picture.lines()
-    # The text as a whole is shorter than a line, so that none of its lines needs wrapping.
+    # If the text as a whole is shorter than a line, none of its lines needs wrapping.
     if isinstance(picture, Text) and len(picture) < _WIDTH:
         return picture.plain.split("\n")
     return _recording(picture).export_text().splitlines()
@@ -92,8 +92,9 @@ def _lines(picture: RenderableType) -> Iterable[str]:
 def _recording(*pictures: RenderableType) -> Console:
     """Returns a console that has drawn pictures, and exports them as text or HTML.
 
-    It draws the same everywhere: rich would take the width and the colours from the terminal, and
-    from variables such as ``COLUMNS``. What it records has styles, although it writes none.
+    The arguments make it draw the same everywhere, because rich would otherwise take the width and
+    the colours from the terminal, and from variables such as ``COLUMNS``. The recording has styles
+    even without colours.
     """
     from rich.console import Console
 
@@ -107,7 +108,10 @@ def _recording(*pictures: RenderableType) -> Console:
 
 
 def text(content: Any, style: str = "", styles: Mapping[str, str] | None = None) -> Text:
-    """Text without markup or control sequences, with a style, and styles for some words."""
+    """Makes a text without markup or control sequences, in a style.
+
+    ``styles`` has other styles for some words, by the word.
+    """
     from rich.text import Text
 
     shown = Text(printable(content), style, overflow="fold")
@@ -170,38 +174,36 @@ class Table:
                 _cell(title),
                 _cell(total),
                 justify="right" if is_number else "left",
-                overflow="fold",  # names are never cut off
-                no_wrap=number > 0,  # only the first column, with paths, is broken
+                overflow="fold",  # Names are never cut off.
+                no_wrap=number > 0,  # Only the first column, with paths, is broken.
             )
         for row in self._rows:
             table.add_row(*map(_cell, row))
         return table
 
     def lines(self) -> list[str]:
-        """Lays out the table in full width, with the same result as by rich.
+        """Lays out the table in full width, as rich does.
 
-        Each row is one line: what is printable has no line breaks.
+        Each row is one line, because its cells are printable texts without line breaks.
         """
         footers = [] if self._footer is None else [self._footer]
-        header, *rows = [
-            [_plain(cell) for cell in row] for row in (self._header, *self._rows, *footers)
-        ]
-        widths = [max(map(_width, column)) for column in zip(header, *rows, strict=True)]
-        # rich keeps one space between the columns, and one to the right of the cells of each but
-        # the last, below which the dashes go on. A column has one character at least.
+        rows = [[_plain(cell) for cell in row] for row in (self._header, *self._rows, *footers)]
+        widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
+        # rich puts a space to the right of each column except the last one, and draws dashes below
+        # this space, too. Another space separates the columns. Each column has one dash at least.
         dashes = ["-" * (width + 1) for width in widths[:-1]]
         rule = " ".join([*dashes, "-" * max(widths[-1], 1)])
-        first, *lines = [self._line(row, widths) for row in (header, *rows)]
+        header, *lines = [self._line(row, widths) for row in rows]
         if footers:
             lines.insert(-1, rule)  # above the footer, which is the last line
-        return [first, rule, *lines]
+        return [header, rule, *lines]
 
     def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
         """Joins the cells of a row, each filled up to the width of its column."""
         cells = []
         for cell, width, is_number in zip(row, widths, self._is_number, strict=True):
-            # rich aligns a cell without the spaces at its end, though the column is as wide as with
-            # them. Columns of numbers are aligned to the right.
+            # rich aligns a cell without the spaces at its end, although they count for the width
+            # of the column.
             shown = cell.rstrip()
             space = " " * (width - _width(shown))
             cells.append(space + shown if is_number else shown + space)
@@ -250,7 +252,7 @@ def _width(content: str) -> int:
 
 
 def axis_styles(axes: Iterable[str]) -> dict[str, str]:
-    """A colour for each mesh axis, in the order in which they first appear."""
+    """Chooses a colour for each mesh axis, in the order in which axes first appear."""
     return dict(zip(dict.fromkeys(axes), itertools.cycle(COLOURS), strict=False))
 
 
