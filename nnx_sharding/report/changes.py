@@ -57,7 +57,7 @@ class Change:
         if not isinstance(self.before, int | float) or not isinstance(self.after, int | float):
             return None
         if not self.before:
-            return math.inf if self.after else 0.0  # from nothing
+            return math.inf if self.after else 0.0  # Growth from nothing has no fraction.
         return (self.after - self.before) / self.before
 
     @property
@@ -69,7 +69,7 @@ class Change:
 
     @property
     def _is_below_digits(self) -> bool:
-        """Whether both figures read the same with the digits that are shown: 30.8 T and 30.8 T."""
+        """Whether the figures before and after read the same: 30.8 T and 30.8 T."""
         return self._text_of(self.before) == self._text_of(self.after)
 
     def __str__(self) -> str:
@@ -81,7 +81,10 @@ class Change:
         return printable(f"{self.name}: {before} → {after}{growth}")
 
     def _text_of(self, value: Value) -> str:
-        """Writes one of both figures with its unit; what is missing as ``none`` or unknown."""
+        """Writes ``before`` or ``after``: a number with its unit, or a text as it is.
+
+        A missing text is written as ``none``, and a missing number as a dash.
+        """
         if isinstance(value, int | float):
             # The ends of the names that `_figures` and lock files give to numbers of bytes.
             names_of_bytes = ("bytes_accessed", "bytes accessed", ": bytes", ": at the peak")
@@ -90,10 +93,10 @@ class Change:
             if self.kind == "memory" or self.name.endswith(names_of_bytes):
                 return bytes_text(value)
             return count_text(value)
-        if value:  # a text
+        if value:  # It is a text.
             return value
-        # None, or an empty text. Where the other one is a text, this one is not there: "none →
-        # P()".
+        # A value that is None or empty is missing. If the other value is a text, a text is missing:
+        # "none → P()".
         is_of_text = isinstance(self.before, str) or isinstance(self.after, str)
         return "none" if is_of_text else UNKNOWN
 
@@ -118,8 +121,8 @@ class Changes(tuple[Change, ...], Pictured):
     def grown(self, threshold: float = 0.0) -> Changes:
         """Selects figures that grew by more than a fraction of the one before, or became unknown.
 
-        Also strategies that do not compile any more. Changed texts, such as a spec, have not grown.
-        Figures of single modules are left out: the totals have them.
+        Strategies that do not compile any more are selected, too. Changed texts, such as a spec,
+        have not grown. Figures of single modules are left out, because they are part of the totals.
         """
         _check_threshold(threshold)
         grown = []
@@ -140,29 +143,31 @@ class Changes(tuple[Change, ...], Pictured):
         return json_text(self.as_dict())
 
     def _pictures(self, width: int) -> Iterable[Any]:
-        """Yields the lines of the table, with a title where another kind of figures begins.
+        """Yields a line for each change, with a title above those of each kind.
 
-        Those that read the same before and after are one line at the end.
+        Changes whose two figures read the same share one line at the end.
         """
         versions = [f"{name} {old} → {new}" for name, (old, new) in self.made_with.items()]
         if versions:
             yield text(f"made with {', '.join(versions)}")
-        previous = None
-        unseen = [change.name for change in self if change._is_below_digits]
+        last_title = None
+        unseen: list[str] = []  # the names of figures that read the same before and after
         for change in self:
             if change._is_below_digits:
+                unseen.append(change.name)
                 continue
             title = TITLES[change.kind]
             title = f"{change.strategy}: {title}" if change.strategy else title
-            if title != previous:
+            if title != last_title:
                 yield text(title)
             yield text(f"  {change}")
-            previous = title
+            last_title = title
         if unseen:
-            names = [*dict.fromkeys(unseen)]  # each once, of several strategies
-            more = f" and {len(names) - 3} more" if len(names) > 4 else ""
-            listed = ", ".join(names[:3] if more else names)
-            yield text(f"changed by less than the digits shown: {listed}{more}", "dim")
+            names = [*dict.fromkeys(unseen)]  # Several strategies may have one of these figures.
+            listed = ", ".join(names)
+            if len(names) > 4:
+                listed = f"{', '.join(names[:3])} and {len(names) - 3} more"
+            yield text(f"changed by less than the digits shown: {listed}", "dim")
         if not self:
             yield text("no changes")
 
@@ -212,21 +217,20 @@ def diff(before: Source, after: Source, *, threshold: float = 0.0) -> Changes:
     """
     _check_threshold(threshold)
     old, new = load(before), load(after)
-    if type(old) is not type(new):  # nothing in them has the same name
+    if type(old) is not type(new):
         raise ValueError(
             f"diff needs two reports or two comparisons; before is a {type(old).__name__}, after "
             f"a {type(new).__name__}."
         )
     olds, news = by_strategy(old), by_strategy(new)
-    # A change without a relative size, of a text or to or from nothing known, is never left out.
-    changes = [
-        change
-        for name in dict.fromkeys([*olds, *news])
-        for change in _of_strategy(name, olds.get(name), news.get(name))
-        if change.relative is None or abs(change.relative) > threshold
-    ]
+    changes = []
+    for name in dict.fromkeys([*olds, *news]):  # unique names
+        for change in _of_strategy(name, olds.get(name), news.get(name)):
+            # A change without a relative size, such as that of a text, is never left out.
+            if change.relative is None or abs(change.relative) > threshold:
+                changes.append(change)
     old_versions, new_versions = _made_with(olds), _made_with(news)
-    # Only what both know: without a compiled strategy, one side knows no versions.
+    # A side without a compiled strategy has no versions, so only versions of both are compared.
     made_with = {
         name: (version, new_versions[name])
         for name, version in old_versions.items()
@@ -247,10 +251,12 @@ def by_strategy(source: ProgramReport | Comparison) -> Mapping[str, ProgramRepor
 
 
 def _made_with(reports: Mapping[str, ProgramReport | Failure]) -> dict[str, str]:
-    """Returns the versions that the first report was made with."""
-    # All were made by one process.
-    compiled = (report for report in reports.values() if isinstance(report, ProgramReport))
-    return next((dict(report.made_with) for report in compiled), {})
+    """Returns the versions that reports were made with; empty if nothing was compiled."""
+    # One process has made all reports, so the versions of the first one are those of all.
+    for report in reports.values():
+        if isinstance(report, ProgramReport):
+            return dict(report.made_with)
+    return {}
 
 
 def _of_strategy(
@@ -268,19 +274,20 @@ def _of_strategy(
         if old_outcome != new_outcome:
             yield Change("program", "outcome", old_outcome, new_outcome, strategy)
         return
-    # Both have the same kinds as keys.
+    # Both tables have the same kinds as keys.
     old_figures, new_figures = _figures(before), _figures(after)
     has_modules = before.by_module is not None and after.by_module is not None
     has_collectives = before.collectives is not None and after.collectives is not None
     for kind, old in old_figures.items():
-        if kind == "module" and not has_modules:  # Each module would be new, or gone.
+        # Without modules on one side, each module would count as new, or as gone.
+        if kind == "module" and not has_modules:
             continue
-        # A module or a collective that only one side has takes nothing on the other side. What is
-        # missing otherwise is unknown, as are all collectives of a program that was not read.
+        # A module or a collective that only one side has is 0 on the other side. Any other missing
+        # figure is unknown, and so are all collectives of a program that was not read.
         is_zero = kind == "module" or (kind == "collective" and has_collectives)
         missing = 0 if is_zero else None
         new = new_figures[kind]
-        for name in dict.fromkeys([*old, *new]):  # each once, in order
+        for name in dict.fromkeys([*old, *new]):  # unique names, in order
             old_value, new_value = old.get(name, missing), new.get(name, missing)
             if old_value != new_value:
                 yield Change(kind, name, old_value, new_value, strategy)

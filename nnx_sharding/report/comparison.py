@@ -336,8 +336,8 @@ class Comparison(JsonForm):
     def _columns(self) -> dict[str, Sequence[Text | str]]:
         """Returns the columns of the table by title: the cells, one for each compiled strategy."""
         compiled = list(self.compiled.values())
-        # Columns of figures are flush right. Two spaces keep titles above the figures, and not
-        # above the marks of the best ones: "12 GiB *".
+        # Columns of figures are aligned to the right. Two spaces behind a title keep it above the
+        # figures, and not above the mark of the best one: "12 GiB *".
         columns: dict[str, Sequence[Text | str]] = {
             "strategy": list(self.compiled),
             "mesh": [str(report.mesh or f"{report.num_devices} devices") for report in compiled],
@@ -381,8 +381,11 @@ class Comparison(JsonForm):
         # For each strategy, a dict: mesh axes → bytes.
         sent = self.bytes_sent_by_axes.values()
         all_axes = {axes for by_axes in sent for axes in by_axes or ()}
-        # Sets of few axes come first, and unknown axes last.
-        in_order = sorted(all_axes, key=lambda axes: (axes is None, len(axes or ()), axes or ()))
+        # Sets of few axes come first. Sets with as many axes are in alphabetical order.
+        known_axes = [axes for axes in all_axes if axes is not None]
+        in_order: list[MeshAxes] = [*sorted(known_axes, key=lambda axes: (len(axes), axes))]
+        if None in all_axes:
+            in_order.append(None)
         columns = {}
         for axes in in_order:
             sizes = [None if by_axes is None else by_axes.get(axes, 0) for by_axes in sent]

@@ -228,7 +228,7 @@ class _Run:
         name, report, seconds = finished
         if hardware is not None and isinstance(report, ProgramReport):
             report = report.with_roofline(hardware)
-        if isinstance(report, Failure):  # The failed program may return its slot.
+        if isinstance(report, Failure):  # A failed program may return its slot.
             self.slots.note_failure(name, report)
         self.reports[name] = report
         self._seconds[name] = round(seconds, 3)
@@ -341,11 +341,10 @@ class _Workers:
         self.running: set[concurrent.futures.Future[_Finished]] = set()
         self._cache, self._by_module = cache, by_module
         self._processes: list[CompilerProcess] = []
+        self._free: list[CompilerProcess | None] = [None] * _NUM_WORKERS
         if devices is not None:
             self._processes = [CompilerProcess(devices) for _ in range(_NUM_WORKERS)]
-        self._free: list[CompilerProcess | None] = [*self._processes]
-        if devices is None:
-            self._free = [None] * _NUM_WORKERS
+            self._free = [*self._processes]
         self._executor = concurrent.futures.ThreadPoolExecutor(_NUM_WORKERS)
 
     def __enter__(self) -> _Workers:

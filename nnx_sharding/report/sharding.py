@@ -289,7 +289,9 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
         # Rules may see a path from the module, or from the list or dict that the module is in
         # (``below`` is the path from there to the module). The first path that a rule matches
         # counts. If none is matched, the last one counts, which is the longest.
-        for candidate in candidates(named.part.below, location.path):
+        path_in_module: Path = ()
+        matches: list[int] = []
+        for candidate in candidates(named.part.below, location.path):  # There is always one.
             path_in_module = tuple(map(plain_key, candidate))
             matches = [
                 number
@@ -414,8 +416,10 @@ def _fit(
 
 def is_replicated(row: parameters.ParameterRow) -> bool:
     """Tells whether an array is replicated over several devices, or over unknown ones."""
-    is_on_one = isinstance(row.sharding, NamedSharding) and row.num_devices == 1
-    return not is_on_one and (row.sharding is None or row.sharding.is_fully_replicated)
+    if row.sharding is None:  # The devices are unknown.
+        return True
+    is_on_one_device = isinstance(row.sharding, NamedSharding) and row.num_devices == 1
+    return row.sharding.is_fully_replicated and not is_on_one_device
 
 
 def _rule_warnings(
@@ -453,16 +457,16 @@ def _cells(row: ShardingRow) -> tuple[str, ...]:
     If only a part of a spec fits, the cell is ``P('model') → P()``.
     """
     rule = "-" if row.rule is None else str(row.rule)
-    path, shape, dtype, spec, *sizes = parameters.cells(row)  # in the order of its HEADER
+    path, shape, dtype, spec, *sizes = parameters.cells(row)  # in the order of `HEADER`
     if row.why and row.declared is not None:  # Only a part of the spec fits.
         spec = f"{describe(row.declared)} → {spec}"
     return (rule, path, shape, dtype, spec, *sizes)
 
 
 def _plain(value: Any) -> Any:
-    """Returns data for JSON for any other object, which are the same in each process.
+    """Converts an object that `as_data` does not know to data that are the same in each process.
 
-    A sharding becomes its spec; any other object becomes its text without addresses.
+    A sharding becomes its spec. Any other object becomes its text without addresses.
     """
     value = value.spec if isinstance(value, NamedSharding) else value
     return value if isinstance(value, PartitionSpec) else without_address(str(value))

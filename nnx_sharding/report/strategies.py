@@ -192,7 +192,8 @@ def unwrapped(
         options = {**kept, **options}
     if isinstance(fun, Lifted) or not callable(fun):
         raise TypeError(f"{name} needs a function that is not wrapped, or one of jit, got {fun!r}.")
-    # This call only raises errors for wrong options, once instead of for each strategy.
+    # The result is not used: this call raises an error for wrong options, once instead of for each
+    # strategy.
     jit(fun, **options)
     return fun, dict(options)
 
@@ -228,11 +229,12 @@ def lowered(
     # The mesh is in context for constraints in the function, and for functions that make shardings.
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         in_shardings = strategy.in_shardings
-        # Specs, shardings and mappings of them are no functions, even if a user's subclass of one
-        # can be called.
+        # A user's subclass of a spec, a sharding or a mapping may have a ``__call__``, but is no
+        # function that makes shardings.
         if callable(in_shardings) and not isinstance(in_shardings, _SPECS):
             in_shardings = in_shardings(*args)
-        # Otherwise `options` may have output shardings for all strategies.
+        # The output shardings of the strategy replace those in ``options``, which are for all
+        # strategies.
         if strategy.out_shardings is not None:
             options = {**options, "out_shardings": strategy.out_shardings}
         wrapped = jit(fun, in_shardings=in_shardings, mesh=mesh, **options)

@@ -81,12 +81,12 @@ def show_array(
 def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterator[RenderableType]:
     """Yields what ``show_array`` prints: a line, and below it the holders of each slice.
 
-    They are a grid of at most two partitioned dimensions if that fits the ``width`` in characters,
-    else a list.
+    The holders are a grid if at most two dimensions are partitioned, and if the grid fits into
+    ``width`` characters. Otherwise they are a list.
     """
     # A slice is named by its span (start, stop) in each dimension.
     held = holders_of(shape, sharding)
-    # The partitioned dimensions: those in which slices have different spans.
+    # The partitioned dimensions, in which slices have different spans.
     split = [
         dimension
         for dimension in range(len(shape))
@@ -94,18 +94,18 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
     ]
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     head = f"{shape} as {spec}; each device holds {tuple(sharding.shard_shape(shape))}"
-    if len(split) == 2 < len(shape):
+    if len(split) == 2 and len(shape) > 2:  # Otherwise it is clear which dimensions are drawn.
         head += f"; rows are dimension {split[0]}, columns dimension {split[1]}"
     yield text(head)
-    # The holders of each slice, in a colour of its own, as long as there are others.
+    # The holders of each slice, in a colour. Colours repeat if there are more slices than colours.
     cells: dict[Spans, Text] = {}
     for (spans, holders), colour in zip(held.items(), itertools.cycle(COLOURS), strict=False):
         words = holders[:_MAX_HOLDERS]
         if len(holders) > _MAX_HOLDERS:
             words = [*words, f"… {len(holders) - _MAX_HOLDERS} more"]
         cells[spans] = text(" ".join(words), colour)
-    # A grid has a column for each part of the last partitioned dimension, and one for the titles of
-    # rows.
+    # The columns of a grid are the parts of the last partitioned dimension, and one for the titles
+    # of rows. A grid with a single part in each row is drawn in any width.
     num_columns = len({spans[split[-1]] for spans in held}) if split else 1
     cell_width = max(map(len, cells.values())) + 2
     fits = num_columns == 1 or (num_columns + 1) * cell_width <= width

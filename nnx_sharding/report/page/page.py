@@ -54,10 +54,11 @@ def html_page(report: Any, title: str | None = None, head: str = "") -> str:
     # the best.
     if hasattr(report, "explained"):
         lines = list(report.explained())
-        title, head = title or lines[0], head or "\n".join(lines)
+        title = title or lines[0]
+        head = head or "\n".join(lines)
         report = report.comparison
     report = report if isinstance(report, Changes) else load(report)
-    reports: list[ProgramReport]
+    reports: list[ProgramReport]  # the reports that the page shows; for `Changes`, none
     if isinstance(report, Changes):
         name, reports = "What changed", []
     elif isinstance(report, Comparison):
@@ -67,7 +68,8 @@ def html_page(report: Any, title: str | None = None, head: str = "") -> str:
         name, reports = report.name, [report]
     style = _part("page.css")
     script = "\n".join(_part(f"script/{file}.js") for file in _SCRIPT)
-    script = f'"use strict";\n(() => {{\n{script}}})();\n'  # in one scope
+    # A function around the script keeps its names out of the page's global scope.
+    script = f'"use strict";\n(() => {{\n{script}}})();\n'
     parts = {
         "title": _escaped(title or name),
         "made_with": _escaped(_made_with(reports[0]) if reports else ""),
