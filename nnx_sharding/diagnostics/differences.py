@@ -103,12 +103,15 @@ def differences(old: Side, new: Side) -> list[str]:
 
 
 def facts_of(signature: Signature, structure: Structure) -> Facts:
-    """Describes the arguments of a call."""
-    facts = _facts(signature, structure)
-    dynamic = [signature.names[i] for i in signature.dynamic]
+    """Describes the arguments of a call.
+
+    The label of a traced argument is its name, such as ``model``. The label of a static argument is
+    ``static argument mode``, for example.
+    """
+    traced = [signature.names[index] for index in signature.dynamic]  # passed by position
     static = [f"static argument {name}" for name in signature.static_names]
-    arguments = frozenset([*dynamic, *signature.dynamic_keywords, *static])
-    return Facts(facts, arguments)
+    labels = frozenset([*traced, *signature.dynamic_keywords, *static])
+    return Facts(_facts(signature, structure), arguments=labels)
 
 
 def facts_of_captured(fun: object) -> Facts:
@@ -251,9 +254,8 @@ def _change(a: Fact | None, b: Fact | None) -> str:
         )
     old, new = _array_of(a), _array_of(b)
     # The texts of the facts are equal, so the arrays have the same dtype and shape.
-    if old is not None and new is not None and (difference := _first_difference(old, new)):
-        return difference
-    return f": {a.text} → {b.text} (they look the same, but compare unequal)"
+    difference = "" if old is None or new is None else _first_difference(old, new)
+    return difference or f": {a.text} → {b.text} (they look the same, but compare unequal)"
 
 
 def _array_of(fact: Fact) -> np.ndarray[Any, Any] | None:

@@ -46,7 +46,8 @@ def progress(
     Yields:
       A function to call after each step, with its name.
     """
-    if quiet or _is_quiet() or not _BAR.acquire(blocking=False):  # False: another bar is shown
+    # `acquire` returns False if another bar is shown.
+    if quiet or _is_quiet() or not _BAR.acquire(blocking=False):
         yield lambda _: None
         return
     try:
@@ -76,18 +77,19 @@ def _bar(title: str, total: Callable[[], int] | None) -> Iterator[Callable[[str]
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
     task = bar.add_task(title, total=None if total is None else total())
     timer = threading.Timer(DELAY_S, bar.start)
-    timer.daemon = True  # a process that ends does not wait for it
+    timer.daemon = True  # A process that ends does not wait for the timer.
     timer.start()
 
     def advance(name: str) -> None:
-        now = None if total is None else total()  # None leaves the total as it is
-        bar.update(task, total=now, advance=1, description=f"{title}: {name}" if name else title)
+        current_total = None if total is None else total()  # None leaves the total unchanged.
+        description = f"{title}: {name}" if name else title
+        bar.update(task, total=current_total, advance=1, description=description)
 
     try:
         yield advance
     finally:
         timer.cancel()
-        timer.join()  # the timer may be starting the bar, which has to be stopped afterwards
+        timer.join()  # The timer may just start the bar, and `stop` has to come after that.
         bar.stop()
 
 
@@ -95,7 +97,7 @@ def _bar(title: str, total: Callable[[], int] | None) -> Iterator[Callable[[str]
 def _lines(
     title: str, total: Callable[[], int] | None, running: Callable[[], Sequence[str]]
 ) -> Iterator[Callable[[str], None]]:
-    """Prints a line after each `LINE_S` from a thread; yields what `progress` yields.
+    """Prints a line every `LINE_S` seconds from a thread; yields what `progress` yields.
 
     ``running`` returns the names of the steps that run at the time of a call.
     """
@@ -111,7 +113,7 @@ def _lines(
     thread = threading.Thread(target=print_lines, daemon=True)
     thread.start()
     try:
-        yield names.append  # the caller calls it after each step, with the step's name
+        yield names.append  # The caller calls it after each step, with the name of the step.
     finally:
         is_done.set()
         thread.join()
@@ -142,8 +144,8 @@ _WITHOUT_CURSOR = ("dumb", "unknown")
 
 def _is_quiet() -> bool:
     """Whether progress is not shown: on request, in a process other than 0, or without stderr."""
-    is_off = os.environ.get(QUIET, "0") not in ("", "0") or _compat.process_id() != 0
-    return is_off or sys.stderr is None
+    is_requested = os.environ.get(QUIET, "0") not in ("", "0")
+    return is_requested or _compat.process_id() != 0 or sys.stderr is None
 
 
 def _has_bar() -> bool:
@@ -154,7 +156,7 @@ def _has_bar() -> bool:
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     is_notebook = type(shell).__name__ == "ZMQInteractiveShell"
-    if is_notebook:  # rich draws with ipywidgets here, and warns if they are missing
+    if is_notebook:  # rich draws with ipywidgets in notebooks, and warns if they are missing.
         return importlib.util.find_spec("ipywidgets") is not None
     # Errors mean False, because programs may close stderr, or replace it by an object that only
     # writes to a log.

@@ -272,7 +272,7 @@ def _compilations(log: TraceLog, name: str) -> Iterator[Retrace]:
             for old in compilations[:index]
             if old.avals == new.avals and old.plan.structure == new.plan.structure
         ]
-        if not same_trace:  # the first compilation of a trace
+        if not same_trace:  # The first compilation of a trace needs no explanation.
             continue
         # If the function was traced for this structure since the last compilation, `_traces`
         # explains it.
@@ -325,32 +325,42 @@ def nearest(new: Trace, earlier: Sequence[Trace], cache: dict[Side, Facts]) -> _
     # keys of large models takes long. A structure keeps its hash.
     alike = (old for old in candidates if hash(old.plan.structure) == hash(new.plan.structure))
     with_same_key = [old for old in alike if old.key == new.key]
-    if with_same_key:  # equal keys: only captured values can differ
-        closest = [_Closest(old, _captured(old, new)) for old in with_same_key]
-        return min(closest, key=lambda pair: len(pair.differences))
+    if with_same_key:  # If the keys are equal, only captured values can differ.
+        compared = [_Closest(old, _captured(old, new)) for old in with_same_key]
+        return min(compared, key=lambda closest: len(closest.differences))
     best: _Closest | None = None
     for old in candidates:
-        lines = list[str]()
-        if old.plan.structure != new.plan.structure:
-            lines += compare(_facts(old, cache), _facts(new, cache))
-        # The texts say how the function was called: ``(model, x)`` → ``(model, x, train=)``.
-        before, after = arguments_of(old.plan.signature), arguments_of(new.plan.signature)
-        if before != after:
-            lines.append(f"arguments {before} → {after}")
-        lines += [*_arrays(old, new), *_options(old, new), *_captured(old, new)]
-        lines = lines or ["the structure of the arguments, in a part without a name"]
+        lines = _differences(old, new, cache)
         if best is None or len(lines) < len(best.differences):
             best = _Closest(old, lines)
-        if len(best.differences) == 1:  # no other trace can be more similar
+        if len(best.differences) == 1:  # No other trace can be more similar.
             break
     return best
+
+
+def _differences(old: Trace, new: Trace, cache: dict[Side, Facts]) -> list[str]:
+    """Lists how two traces with different keys differ, with one line at least.
+
+    ``cache`` is as in `nearest`.
+    """
+    lines = list[str]()
+    if old.plan.structure != new.plan.structure:
+        lines += compare(_facts(old, cache), _facts(new, cache))
+    # The texts say how the function was called: ``(model, x)`` → ``(model, x, train=)``.
+    before, after = arguments_of(old.plan.signature), arguments_of(new.plan.signature)
+    if before != after:
+        lines.append(f"arguments {before} → {after}")
+    lines += [*_arrays(old, new), *_options(old, new), *_captured(old, new)]
+    return lines or ["the structure of the arguments, in a part without a name"]
 
 
 def _facts(trace: Trace, cache: dict[Side, Facts]) -> Facts:
     """Returns the facts about the arguments of a trace, and keeps them in the cache."""
     # Several traces may have this key, because arrays of other shapes change neither part of it.
     side = trace.plan.signature, trace.plan.structure
-    return cache.get(side) or cache.setdefault(side, facts_of(*side))
+    if side not in cache:
+        cache[side] = facts_of(*side)
+    return cache[side]
 
 
 def _captured(old: Trace, new: Trace) -> list[str]:
@@ -408,14 +418,17 @@ def _transforms(old: Transform, new: Transform) -> Iterator[str]:
     """
     if old.name != new.name:
         yield f"{old.name} → {new.name}"
-    elif old.trace_key != new.trace_key:
-        for field in dataclasses.fields(new):
-            before, after = getattr(old, field.name), getattr(new, field.name)
-            changed: Any = dataclasses.replace(old, **{field.name: after})
-            if changed.trace_key != old.trace_key:
-                is_of_jit = new.name == "jit" and field.name == "out_specs"
-                option = "out_shardings" if is_of_jit else field.name  # the user's name for it
-                yield f"{option}: {_both(before, after)}"
+        return
+    if old.trace_key == new.trace_key:
+        return
+    for field in dataclasses.fields(new):
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        changed: Any = dataclasses.replace(old, **{field.name: after})
+        if changed.trace_key != old.trace_key:
+            # `jit` keeps the user's ``out_shardings`` in the field ``out_specs``.
+            is_out_shardings = new.name == "jit" and field.name == "out_specs"
+            option = "out_shardings" if is_out_shardings else field.name
+            yield f"{option}: {_both(before, after)}"
 
 
 def _conditions(trace: Trace) -> dict[str, Any]:
@@ -531,12 +544,13 @@ class Observer(NamedTuple):
         context = _compat.trace_context()
         key = context, plan.trace_key, avals
         is_known = any(key == trace.key for trace in earlier)
-        captured, unlisted = None, tuple[str, ...]()
+        captured: Facts | None = None
+        unlisted: tuple[str, ...] = ()
         # A transform that keeps captures uses the captured values of the first trace in all calls.
         # Their changes then cause no trace, unless the trace is part of another one.
         if nested or not plan.transform.keeps_captures:
             captured = facts_of_captured(fun)
-            if is_known:  # a new trace for equal arguments: captured values may be the reason
+            if is_known:  # The arguments are equal, so captured values may be the reason.
                 unlisted = tuple(unlisted_captures(fun))
         new = Trace(
             number=self.log.count + 1,
@@ -552,7 +566,8 @@ class Observer(NamedTuple):
         # function's own limit.
         own_limits = () if self.limit is None or is_known else (self.limit,)
         limits = (*own_limits, *LIMITS.get())
-        refused_by = _take_all(limits)  # a limit without a trace left; None: all gave one
+        # This takes a trace of each limit, or returns a limit that has none left.
+        refused_by = _take_all(limits)
         if refused_by is not None:
             raise RetraceError(_refusal(refused_by, fun_name(fun), new, earlier))
         # The number is not `new.number` if another thread has added a trace in the meantime.
@@ -562,6 +577,7 @@ class Observer(NamedTuple):
         note_identities(plan.structure)
 
         def forget() -> None:
+            """Removes the record of the trace, and gives back what it took of limits."""
             self.log.by_number.pop(number, None)
             for limit in limits:
                 limit.give_back()
@@ -584,8 +600,8 @@ def _refusal(limit: TraceLimit, name: str, new: Trace, earlier: Sequence[Trace])
     closest = nearest(new, earlier, cache={})
     if closest is None:
         return f"{name} would be traced for the first time, which {option} does not allow."
-    why_none = "JAX dropped the trace, or its configuration changed"  # if nothing differs
-    lines = shown(closest.differences, why_none)
+    reason = "JAX dropped the trace, or its configuration changed"  # shown if nothing differs
+    lines = shown(closest.differences, reason)
     return message(
         f"{name} would be traced again, which {option} does not allow. Differences from the most "
         f"similar earlier trace, number {closest.trace.number} of explain_retraces:",
