@@ -305,19 +305,27 @@ def roofline_of(
       (1.0, 0.1, 'compute')
     """
     peak = hardware_of(hardware)  # raises for an unknown name
-    accessed = None if cost is None else cost.bytes_accessed
-    transfers = [] if collectives is None else [*transfers_of(collectives, mesh, peak)]
+    times: dict[Resource, float | None] = {"compute": None, "memory": None, "interconnect": None}
+    if cost is not None:
+        times["compute"] = _compute_seconds(cost, peak)
+        if cost.bytes_accessed is not None:
+            times["memory"] = cost.bytes_accessed / peak.memory_bandwidth
+    traffic: tuple[Traffic, ...] = ()
+    beside: tuple[Hidden, ...] | None = None
+    if collectives is not None:
+        transfers = [*transfers_of(collectives, mesh, peak)]
+        traffic = traffic_of(transfers)
+        times["interconnect"] = interconnect_seconds(traffic, peak)
+        beside = _with_compute_beside(transfers, peak)
     # A program for CPUs has the schedule of a CPU. The schedule counts only for measured figures,
     # which have a spread, because these are of the CPU itself. Peak figures are of other hardware.
-    has_schedule = collectives is not None and (platform != "cpu" or peak.spread is not None)
-    traffic = traffic_of(transfers)
-    beside = None if collectives is None else _with_compute_beside(transfers, peak)
-    times: dict[Resource, float | None] = {
-        "compute": None if cost is None else _compute_seconds(cost, peak),
-        "memory": None if accessed is None else accessed / peak.memory_bandwidth,
-        "interconnect": None if collectives is None else interconnect_seconds(traffic, peak),
-    }
-    operations = () if cost is None else cost.operations
+    has_schedule = platform != "cpu" or peak.spread is not None
+    busy_s = exposed_s = None
+    if collectives is not None and has_schedule:
+        if cost is not None and cost.operations:
+            busy_s = _busy_seconds(cost.operations, peak)
+        if beside is not None:
+            exposed_s = _exposed_seconds(beside)
     known_times = {name: seconds for name, seconds in times.items() if seconds is not None}
     are_known = len(known_times) == len(times)
     return Roofline(
@@ -329,8 +337,8 @@ def roofline_of(
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         traffic=traffic,
         hidden=None if beside is None else tuple(row for row in beside if row.compute_s),
-        busy_s=_busy_seconds(operations, peak) if has_schedule and operations else None,
-        exposed_s=_exposed_seconds(beside) if has_schedule and beside is not None else None,
+        busy_s=busy_s,
+        exposed_s=exposed_s,
         sources=peak.sources,
         spread=peak.spread,
         why=None if are_known else _why_unknown(cost, collectives, traffic),
