@@ -164,10 +164,7 @@ class Overlap:
         # The chain has at least one instruction, because `_body_with_chain` has found it here.
         chain = {name for name, content in contents.items() if channel in content.channels}
         operands = {x.name: x.operand_names for x in body.instructions}
-        users: defaultdict[str, list[str]] = defaultdict(list)
-        for name, used in operands.items():
-            for operand in used:
-                users[operand].append(name)
+        users = _users(operands)
         # For each instruction of the chain: the instructions that it needs, and those that need it.
         needs = [_all_reached(name, operands) for name in chain]
         needed_by = [_all_reached(name, users) for name in chain]
@@ -226,6 +223,15 @@ def _sum(parts: Iterable[_Contents]) -> _Contents:
         products += part.products
         channels.update(part.channels)  # `Counter.update` adds the counts.
     return _Contents(products, channels)
+
+
+def _users(operands: Mapping[str, Iterable[str]]) -> Mapping[str, list[str]]:
+    """Returns the names of the users of each instruction, from the operands of each."""
+    users: defaultdict[str, list[str]] = defaultdict(list)
+    for name, names_of_operands in operands.items():
+        for operand in names_of_operands:
+            users[operand].append(name)
+    return users
 
 
 def _is_moved_into_loop(

@@ -433,18 +433,13 @@ def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tup
       A dict: the name of each such instruction → the paths among ``updated`` that its value goes
       to. The paths are empty if the program returns the value, but updates no Variable with it.
     """
-    # The instruction whose result the program returns: a tuple, or a single array.
-    root = module.roots.get(module.entry.name) if module.entry else None
-    if module.entry is None or root is None:
+    if module.entry is None:  # Only damaged text lacks the entry computation.
         return {}
     by_name = module.within[module.entry.name]
     opcodes_in = {c.name: {x.opcode for x in c.instructions} for c in module.computations}
-    results = root.operand_names if root.opcode == "tuple" else (root.name,)
-    # Without one path for each result, it is unknown which Variables the results update.
-    paths = updated if len(updated) == len(results) else [None] * len(results)
     # The names of instructions still to look at, each with the path of the Variable that its value
     # goes to; None if the program returns the value as something else.
-    pending: list[tuple[str, str | None]] = [*zip(results, paths, strict=True)]
+    pending = _results_with_paths(module.roots.get(module.entry.name), updated)
     returned: dict[str, tuple[str, ...]] = {}
     while pending:
         name, path = pending.pop()
@@ -470,6 +465,22 @@ def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tup
             dims = _dims_of(instruction)
             pending += [(operand.name, path) for operand in operands if _dims_of(operand) == dims]
     return returned
+
+
+def _results_with_paths(
+    root: Instruction | None, updated: Sequence[str | None]
+) -> list[tuple[str, str | None]]:
+    """Lists the instructions that make the results of a program, each with its path of ``updated``.
+
+    ``root`` is the instruction whose value the program returns: a tuple of results, or a single
+    one. Without one path for each result, it is unknown which Variables the results update, so the
+    paths are None.
+    """
+    if root is None:  # Only damaged text lacks the root.
+        return []
+    results = root.operand_names if root.opcode == "tuple" else (root.name,)
+    paths = updated if len(updated) == len(results) else [None] * len(results)
+    return [*zip(results, paths, strict=True)]
 
 
 def _dims_of(instruction: Instruction) -> list[tuple[int, ...]]:
