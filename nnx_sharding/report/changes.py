@@ -304,9 +304,9 @@ def _outcome(report: ProgramReport | Failure | None) -> str | None:
 def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
     """Collects everything that is compared, by kind and name; a figure may be None if unknown.
 
-    Names are what `Change` prints, and by their ends chooses the unit: ``peak``, ``flops``,
-    ``all-gather over data: bytes``. Times have the hardware in their names, so those on other
-    hardware are other figures.
+    Names are, for example, ``peak``, ``flops`` and ``all-gather over data: bytes``. `Change` prints
+    them, and chooses the unit of a figure by the end of its name. The names of times have the
+    hardware, so times on other hardware are other figures.
     """
     # Both are dicts, field → figure; empty if the report has none.
     memory, cost = as_data(report.memory) or {}, as_data(report.cost) or {}

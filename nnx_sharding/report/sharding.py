@@ -209,6 +209,25 @@ def check_sharding(
     flat = flatten(model)
     decisions = [*_decisions(flat, sharding)]
     checked = [*_rows_of(flat, decisions, sharding, rules, mesh, on_indivisible)]
+    return _report(checked, decisions, sharding, rules, mesh)
+
+
+def _report(
+    checked: Sequence[_CheckedRow],
+    decisions: Sequence[_Decision],
+    sharding: StateSharding,
+    rules: tuple[str, ...],
+    mesh: Mesh | AbstractMesh | None,
+) -> ShardingReport:
+    """Makes the report: the rows with their sums, and the rules that decide nothing.
+
+    Args:
+      checked: the rows.
+      decisions: what the rules say about each location of the model.
+      sharding: the rules.
+      rules: their filters as texts.
+      mesh: the mesh of partition specs; None without one.
+    """
     rows = [checked_row.row for checked_row in checked]
     # Number of a rule that decides nothing → the earlier rules that decide instead: {1: (0,)} if
     # rule 1 matches only arrays that rule 0 matches; {1: ()} if rule 1 matches nothing.

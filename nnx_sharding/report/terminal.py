@@ -97,13 +97,7 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
     if len(split) == 2 and len(shape) > 2:  # Otherwise it is clear which dimensions are drawn.
         head += f"; rows are dimension {split[0]}, columns dimension {split[1]}"
     yield text(head)
-    # The holders of each slice, in a colour. Colours repeat if there are more slices than colours.
-    cells: dict[Spans, Text] = {}
-    for (spans, holders), colour in zip(held.items(), itertools.cycle(COLOURS), strict=False):
-        words = holders[:_MAX_HOLDERS]
-        if len(holders) > _MAX_HOLDERS:
-            words = [*words, f"… {len(holders) - _MAX_HOLDERS} more"]
-        cells[spans] = text(" ".join(words), colour)
+    cells = _cells(held)
     # The columns of a grid are the parts of the last partitioned dimension, and one for the titles
     # of rows. A grid with a single part in each row is drawn in any width.
     num_columns = len({spans[split[-1]] for spans in held}) if split else 1
@@ -115,6 +109,17 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
     slices = [f"[{', '.join(f'{start}:{stop}' for start, stop in spans)}]" for spans in cells]
     rows = list(zip(slices, cells.values(), strict=True))
     yield table(("slice", "devices"), rows, most=512)  # rows; the table says how many are left out
+
+
+def _cells(held: Mapping[Spans, Sequence[str]]) -> dict[Spans, Text]:
+    """Writes the holders of each slice, in a colour. Colours repeat if there are many slices."""
+    cells = {}
+    for (spans, holders), colour in zip(held.items(), itertools.cycle(COLOURS), strict=False):
+        words = [*holders[:_MAX_HOLDERS]]
+        if len(holders) > _MAX_HOLDERS:
+            words.append(f"… {len(holders) - _MAX_HOLDERS} more")
+        cells[spans] = text(" ".join(words), colour)
+    return cells
 
 
 def _grid(cells: Mapping[Spans, Text], split: Sequence[int], *, is_matrix: bool) -> RenderableType:
