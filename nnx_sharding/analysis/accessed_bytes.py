@@ -166,20 +166,18 @@ def _bytes_read_by_scatter(
 
     The *combiner* is the computation that a scatter applies to elements. The parameters 0 to n - 1
     of the combiner are an element of each array, and n to 2n - 1 are an element of each update. A
-    combiner that only assigns uses the updates alone, so the scatter reads nothing of the arrays.
+    combiner that only assigns does not use the elements of arrays, so the scatter does not read
+    them.
     """
     update_bytes = _update_bytes_of_scatter(operands)
     combiner = next(map(module.by_name.get, scatter.callees), None)
     if combiner is None:
         return update_bytes
-    # The numbers of the parameters that the combiner uses. Only parameters have a number.
-    parameters = {x.name: x.number for x in combiner.instructions if x.number is not None}
-    used = {
-        parameters[name]
-        for instruction in combiner.instructions
-        for name in instruction.operand_names
-        if name in parameters
-    }
+    # Only parameters have a number.
+    numbers = {x.name: x.number for x in combiner.instructions if x.number is not None}
+    used = set[int]()  # the numbers of the parameters that the combiner uses
+    for instruction in combiner.instructions:
+        used.update(numbers[name] for name in instruction.operand_names if name in numbers)
     root = module.roots.get(combiner.name)
     # A root with a number is a parameter, which the combiner returns unchanged.
     if root is not None and root.number is not None:

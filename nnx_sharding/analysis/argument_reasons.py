@@ -233,23 +233,26 @@ def _override(location: NamedLocation, row: ParameterRow, unused: Mapping[str, i
     """
     if not isinstance(location.part.spec, StateSharding):
         return ""
-    if axes_in(row.spec):  # The array is sharded, so the call replicates it.
-        spec = "P()"
-    else:
-        # The first axis that divides a dimension shards the largest dimension that it divides; if
-        # several are equally large, the last one.
-        largest_first = sorted(range(len(row.shape)), key=lambda d: (-row.shape[d], -d))
-        fitting = [
-            (axis, dimension)
-            for axis, size in unused.items()
-            for dimension in largest_first
-            if row.shape[dimension] % size == 0
-        ]
-        if not fitting:
-            return ""
-        axis, dimension = fitting[0]
-        spec = f"P({', '.join([*['None'] * dimension, repr(axis)])})"  # P(None, 'data')
+    # A sharded array is replicated by the call.
+    spec = "P()" if axes_in(row.spec) else _spec_of_first_axis(row.shape, unused)
+    if not spec:
+        return ""
     # A regular expression for the path, with any number in place of an index: blocks/\d+/up/bias.
     keys = [re.escape(str(key)) for key in location.paths[0]]
     pattern = "/".join(r"\d+" if key.isdecimal() else key for key in keys)
     return f'nnx_sharding.partition.override(sharding, {{r"{pattern}$": {spec}}})'
+
+
+def _spec_of_first_axis(shape: Sequence[int], axes: Mapping[str, int]) -> str:
+    """Writes a spec that shards an array over the first axis that divides one of its dimensions.
+
+    For the shape ``(3, 8)`` and the axes ``{"data": 4, "model": 2}``, it is ``P(None, 'data')``.
+    The largest dimension that the axis divides is sharded; if several are equally large, the last
+    one. The text is empty if no axis divides a dimension.
+    """
+    largest_first = sorted(range(len(shape)), key=lambda d: (-shape[d], -d))
+    for axis, size in axes.items():
+        for dimension in largest_first:
+            if shape[dimension] % size == 0:
+                return f"P({', '.join([*['None'] * dimension, repr(axis)])})"
+    return ""

@@ -210,9 +210,9 @@ def seconds_by_place(finder: PlaceFinder, measured: Measured) -> dict[Place, flo
         fused = module.fused(instruction)
         # A product takes most of the time of its fusion, so its place counts first.
         products = [x for x in fused.instructions if x.opcode in PRODUCTS] if fused else []
-        candidates = [finder.place_of(x) for x in (*products, instruction)]
-        places = [place for place in candidates if place is not None]
-        sums[places[0] if places else finder.place_around(home)] += time
+        places = map(finder.place_of, (*products, instruction))  # None for those without one
+        place = next(filter(None, places), None) or finder.place_around(home)
+        sums[place] += time
     return sums
 
 

@@ -224,7 +224,9 @@ class Module(Values):
         # Callers come before their callees, so it is known whether they run.
         taken = {name for name in self.calls if name not in self.callers}
         for name in reversed(self.callees_first or ()):
-            for call in self.calls.get(name, ()) if name in taken else ():
+            if name not in taken:
+                continue
+            for call in self.calls.get(name, ()):
                 branch = largest.get(call.instruction.name)  # None for other instructions
                 if branch is None or branch == call.callee:
                     taken.add(call.callee)

@@ -63,7 +63,7 @@ def compiled_values(
       sizes: the sizes of the mesh axes.
     """
     finder = LineFinder(whole or module, [value.line for value in made if value.line])
-    keyed = [*finder.keys(modules)]  # (key, instruction)
+    keyed = [*finder.keys(modules)]  # pairs of a key and an instruction
     if whole is not None:
         specs = _written_specs(keyed, sizes)
     else:

@@ -89,9 +89,9 @@ def _spec_data(spec: PartitionSpec) -> list[Any] | dict[str, Any]:
         return entries
     data: dict[str, Any] = {"partitions": entries, **axes}
     # From JAX 0.12 on, values may also be those of a maximum or minimum that is to be computed.
-    kind = getattr(getattr(spec, "unreduced_kind", None), "name", "sum")
-    if kind != "sum":
-        data["unreduced_kind"] = kind
+    kind = getattr(spec, "unreduced_kind", None)  # Before JAX 0.12, specs lack it.
+    if kind is not None and kind.name != "sum":
+        data["unreduced_kind"] = kind.name
     return data
 
 

@@ -44,7 +44,8 @@ def spec_text(spec: PartitionSpec | str | None) -> str:
         return spec or "-"
     sums = []  # texts that name the axes over which an array is not summed yet
     for kind in ("unreduced", "reduced"):
-        if axes := sorted(getattr(spec, kind)):
+        axes = sorted(getattr(spec, kind))
+        if axes:
             sums.append(f"{kind}={{{', '.join(map(repr, axes))}}}")
     return f"P({', '.join([*map(repr, spec.partitions), *sums])})"
 
