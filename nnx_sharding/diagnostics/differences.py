@@ -277,9 +277,8 @@ def _first_difference(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> s
 
     The text follows a label: ``[1, 0]: 2.0 → 3.0, and 4 other elements``.
     """
-    # The bytes are compared, because NaNs count as equal if their bits are. (elements, bytes of an
-    # element)
-    old_bytes, new_bytes = (
+    # The bytes are compared, because NaNs count as equal if their bits are equal.
+    old_bytes, new_bytes = (  # each (elements, bytes of an element)
         np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, -1) for x in (old, new)
     )
     indices = np.flatnonzero((old_bytes != new_bytes).any(axis=1))  # into the flat arrays

@@ -385,19 +385,24 @@ def _arrays(old: Trace, new: Trace) -> Iterator[str]:
     # The attributes of a type, with their names in the line.
     labels = {"shape": shape, "dtype": "dtype", "weak_type": "weak_type"}
     for name, aval in zip(new.plan.names, new.avals, strict=True):
-        old_aval = before.get(name, aval)
+        old_aval = before.get(name, aval)  # An array that only the new trace has counts as equal.
         if old_aval == aval:
             continue
         parts = []
         for attribute, label in labels.items():
-            a, b = getattr(old_aval, attribute, None), getattr(aval, attribute, None)
-            if a != b:
-                parts.append(f"{label} {a} → {b}")
+            old_value = getattr(old_aval, attribute, None)
+            new_value = getattr(aval, attribute, None)
+            if old_value != new_value:
+                parts.append(f"{label} {old_value} → {new_value}")
         # The sharding of a type is listed only if nothing else explains the difference, because it
         # names axes for each dimension and so changes with the shape.
         if not parts:
-            a, b = getattr(old_aval, "sharding", None), getattr(aval, "sharding", None)
-            parts = [f"type {old_aval} → {aval}" if a == b else f"sharding {_both(a, b)}"]
+            old_sharding = getattr(old_aval, "sharding", None)
+            new_sharding = getattr(aval, "sharding", None)
+            if old_sharding != new_sharding:
+                parts = [f"sharding {_both(old_sharding, new_sharding)}"]
+            else:
+                parts = [f"type {old_aval} → {aval}"]
         yield f"{name}: {', '.join(parts)}"
 
 
