@@ -147,7 +147,7 @@ def _read_value(
     return _read_plain((kind,), data)
 
 
-def _read_dataclass(kind: type[Any], data: Any, unwritten: Mapping[str, Any]) -> Any:
+def _read_dataclass(kind: Any, data: Any, unwritten: Mapping[str, Any]) -> Any:
     """Makes a dataclass from the data of its fields, and from the values of ``unwritten`` fields.
 
     Every field has to be there, because a default may have another meaning later. Raises a

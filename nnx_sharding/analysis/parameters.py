@@ -366,7 +366,8 @@ def device_bytes(rows: Iterable[ParameterRow]) -> dict[int, int]:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
             ids = [*range(sharding.num_devices)]
         else:
-            ids = [device.id for device in sharding.device_set]
+            devices: set[Any] = sharding.device_set
+            ids = [device.id for device in devices]
         for device_id in ids:
             held[device_id] += size
     return dict(sorted(held.items()))

@@ -206,7 +206,8 @@ def _called_jaxpr(equation: JaxprEqn) -> Jaxpr | None:
     # The condition of a `while` is left out by its name, because it returns one value, and the loop
     # may return one, too.
     condition = getattr(equation.params.get("cond_jaxpr"), "jaxpr", None)
-    for inner in _compat.jaxprs_of(equation):
+    jaxprs: Iterable[Jaxpr] = _compat.jaxprs_of(equation)
+    for inner in jaxprs:
         if inner is not condition and len(inner.outvars) == len(equation.outvars):
             return inner
     return None

@@ -328,12 +328,13 @@ def roofline_of(
             exposed_s = _exposed_seconds(beside)
     known_times = {name: seconds for name, seconds in times.items() if seconds is not None}
     are_known = len(known_times) == len(times)
+    longest = max(known_times, key=known_times.__getitem__, default=None)
     return Roofline(
         hardware=peak.name,
         compute_s=times["compute"],
         memory_s=times["memory"],
         interconnect_s=times["interconnect"],
-        bound_by=max(known_times, key=known_times.__getitem__) if are_known else None,
+        bound_by=longest if are_known else None,
         arithmetic_intensity=None if cost is None else cost.arithmetic_intensity,
         traffic=traffic,
         hidden=None if beside is None else tuple(row for row in beside if row.compute_s),
