@@ -10,6 +10,8 @@ import textwrap
 from unittest import mock
 
 import flax
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import pytest
@@ -17,6 +19,8 @@ from flax import nnx
 
 from nnx_sharding import jit
 from nnx_sharding.core import checks, compiled_mismatches
+from nnx_sharding.core.treedefs import container_keys
+from nnx_sharding.specs.paths import path_key
 
 
 class Model(nnx.Module):
@@ -222,3 +226,49 @@ def test_an_ordered_dict_with_its_own_order():
     model.__dict__.move_to_end("w")
     f = jit(lambda m: m.w * 2)
     assert [float(f(model)) for _ in range(3)] == [2.0] * 3
+
+
+Pair = collections.namedtuple("Pair", ["first", "second"])
+
+
+@jax.tree_util.register_pytree_node_class
+class Keyless:
+    """JAX shows no keys of it, and its constructor takes what its first children were alone."""
+
+    def __init__(self, left, right):
+        if left is ... or right is ...:
+            raise TypeError("not an array")
+        self.left, self.right = left, right
+
+    def tree_flatten(self):
+        return (self.left, self.right), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+LEAVES = st.just(1.0) | st.none()
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.sampled_from(["a", "b", "c"]), inner)
+        | st.dictionaries(st.integers(0, 3), inner).map(collections.OrderedDict)
+        | st.builds(Pair, inner, inner)
+        | st.dictionaries(st.sampled_from(["a", "b"]), inner).map(nnx.State)
+    ),
+    max_leaves=12,
+)
+
+
+@hypothesis.given(TREES)
+def test_paths_of_leaves_are_those_of_jax(tree):
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    assert container_keys(treedef) == tuple(tuple(map(path_key, path)) for path, _ in leaves)
+
+
+def test_positions_take_the_place_of_keys():
+    treedef = jax.tree.structure({"a": Keyless({"b": 1.0}, [2.0, 3.0])})
+    assert container_keys(treedef) == (("a", 0, "b"), ("a", 1, 0), ("a", 1, 1))

@@ -8,6 +8,7 @@ From other modules:
 
     has_aux    whether a node has auxiliary data other than plain keys, as of a dict or State
     path_key   a key of JAX's key paths as NNX writes it: an index, a dict key, or a name
+    dict_key   a key of a dict as it is in paths: a string becomes an `Item`
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, TypeAlias
 import jax
 
 from .. import _compat
-from ..specs.paths import Path, path_key
+from ..specs.paths import Path, dict_key, path_key
 
 PyTreeDef: TypeAlias = Any  # jax.tree_util.PyTreeDef, which has no type stubs
 
@@ -32,31 +33,47 @@ def container_keys(treedef: PyTreeDef) -> tuple[Path, ...]:
     The result is not cached, because treedefs hold the user's data, which a cache would keep alive
     and compare.
     """
-    count = treedef.num_leaves
-    if not count:
-        return ()
-    if is_leaf_treedef(treedef):
-        return ((),)
-    node_type, data = treedef.node_data()
-    if node_type in (tuple, list, dict):  # quicker than the general way below
-        children = treedef.children()
-        keys: Iterable[Any] = range(len(children))
-        if data:  # the keys of a dict
-            keys = [path_key(jax.tree_util.DictKey(key)) for key in data]
-        paths_by_key = zip(keys, map(container_keys, children), strict=True)
-        return tuple((key, *path) for key, paths in paths_by_key for path in paths)
-    # JAX shows the keys of other node types only for a tree, so one is made with Ellipsis as each
-    # leaf.
+    paths: list[Path] = []
+    # No recursion, which would build the path of a leaf once for each level above the leaf.
+    stack: list[tuple[Path, PyTreeDef]] = [((), treedef)]
+    while stack:
+        path, node = stack.pop()
+        data = node.node_data()
+        if data is None:  # the node is a leaf
+            paths.append(path)
+            continue
+        children = node.children()
+        pairs = zip(_child_keys(data, len(children)), children, strict=True)
+        # Reversed, so that the first child is on top of the stack.
+        stack += [((*path, key), child) for key, child in pairs][::-1]
+    return tuple(paths)
+
+
+def _child_keys(data: tuple[type, Any], count: int) -> Iterable[Any]:
+    """Returns the key of each child of a container, in the keys that NNX uses.
+
+    Args:
+      data: the class and the auxiliary data of the container.
+      count: the number of its children.
+    """
+    node_type, aux = data
+    if node_type is dict:  # the auxiliary data are the keys
+        return map(dict_key, aux)
+    if node_type in (tuple, list) or not count:
+        return range(count)
+    # JAX shows the keys of other classes only for an instance, so one is made with Ellipsis as each
+    # child.
+    leaf = jax.tree_util.tree_structure(...)
+    registry = jax.tree_util.default_registry
+    one_level = jax.tree_util.PyTreeDef.from_node_data_and_children(registry, data, [leaf] * count)
     try:
-        tree = jax.tree_util.tree_unflatten(treedef, [...] * count)
-        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+        instance = jax.tree_util.tree_unflatten(one_level, [...] * count)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(instance)
     except Exception:  # the constructor of a class may check its children
-        leaves = []
-    paths = tuple(tuple(map(path_key, path)) for path, _ in leaves)
-    # Positions are used if the tree could not be made, or if children have equal keys.
-    if len(set(paths)) != count:
-        return tuple((index,) for index in range(count))
-    return paths
+        return range(count)
+    keys = [path_key(path[0]) for path, _ in leaves if path]
+    # Positions are used if children have equal keys, or if the class has other children by now.
+    return keys if len(keys) == len(set(keys)) == count else range(count)
 
 
 def is_leaf_treedef(treedef: PyTreeDef) -> bool:

@@ -196,7 +196,7 @@ class LayerDimensions:
         in_stack = tuple(range(self._stack_counts.get(slots[0], 0)))
         # 1. Names in the metadata: a dimension whose name is in `self._names` is stacked layers.
         names = _names(subject, len(shape))  # the name of each dimension; () without names
-        named = {d for d, name in enumerate(names) if name in self._names}
+        named = {d for d, name in enumerate(names) if name in self._names} if names else None
         if named:
             return Stacked(tuple(sorted(named.union(in_stack))))
         # 2. A parameter of a layer of Flax: the constructor has decided.
@@ -205,16 +205,15 @@ class LayerDimensions:
             return resolved
         # 3. The axes that known Variables in the closest module around the subject have in common.
         # Modules further out tell less, because they hold layers stacked in different ways.
-        modules_around = (path[:length] for length in reversed(range(len(path))))
-        closest = None
         if self._common_axes:  # empty in most models, because no layer is stacked
+            modules_around = (path[:length] for length in reversed(range(len(path))))
             closest = next((x for x in modules_around if x in self._common_axes), None)
-        if closest is not None:
-            like_neighbors = self._follow_neighbors(self._common_axes[closest], subject, shape)
-            # In a `Stack`, the neighbors' dimensions include the dimensions of the `Stack`. They
-            # are only of use if there are more: the dimensions of a `vmap`.
-            if len(like_neighbors.dimensions) > len(in_stack):
-                return like_neighbors
+            if closest is not None:
+                like_neighbors = self._follow_neighbors(self._common_axes[closest], subject, shape)
+                # In a `Stack`, the neighbors' dimensions include the dimensions of the `Stack`.
+                # They are only of use if there are more: the dimensions of a `vmap`.
+                if len(like_neighbors.dimensions) > len(in_stack):
+                    return like_neighbors
         # 4. The `Stack` around the subject; no dimensions without one.
         return Stacked(in_stack)
 
@@ -224,8 +223,11 @@ class LayerDimensions:
         Also fills ``_norms`` with the ids of the parameters of normalization layers.
         """
         for index, layer in enumerate(flat.objects):
-            is_norm = isinstance(layer, _NORMS)
-            # There are shapes for layers of Flax only, so all other objects yield nothing.
+            layer_class = _layer_class(type(layer))
+            if layer_class is None:  # shapes are known for layers of Flax only
+                continue
+            # The cached class is asked because `isinstance` of a module runs Python code in `abc`.
+            is_norm = layer_class in _NORMS
             for name, layer_shape in _shapes(layer).items():
                 variable: Any = getattr(layer, name, None)
                 if is_norm:

@@ -30,13 +30,20 @@ class Metadata(str):
 def path_key(key: object) -> Any:
     """Returns a key of a JAX key path as NNX writes it: index, dict key, attribute name."""
     if isinstance(key, jax.tree_util.DictKey):
-        # A string becomes an `Item`, because messages would show `.up` for `["up"]` otherwise.
-        return Item(key.key) if type(key.key) is str else key.key
+        return dict_key(key.key)
     # SequenceKey has an index in `idx`, FlattenedIndexKey one in `key`, and GetAttrKey a `name`.
     for attribute in ("idx", "key", "name"):
         if hasattr(key, attribute):
             return getattr(key, attribute)
     return str(key)  # the user may register a class with keys of another type
+
+
+def dict_key(key: Any) -> Any:
+    """Returns a key of a dict as it is in paths.
+
+    A string becomes an `Item`, because messages would show ``.up`` for ``["up"]`` otherwise.
+    """
+    return Item(key) if type(key) is str else key
 
 
 def plain_key(key: object) -> Any:
