@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from flax import nnx
 from optax import contrib
 
 from nnx_sharding import jit, stack
+from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import (
     from_rules,
     fsdp,
@@ -345,6 +347,36 @@ class OwnersTest(parameterized.TestCase):
                 found[x, "opt_state", 0, moment, "up", "kernel"] for x in ("gen", "disc")
             )
             self.assertEqual((of_gen, of_disc), (P("data"), P(None, "model")))
+
+    # The optimizer of a part, under keys, with what the warning has to name.
+    @parameterized.parameters(
+        ("adam", None, "opt_state/0/mu/kernel"),
+        ("lbfgs", None, "opt_state/0/diff_params_memory/kernel"),
+        ("adam", "wrong", "wrong/opt_state/0/nu/kernel"),
+        ("adam", "head", None),
+        ("lbfgs", "head", None),
+    )
+    def test_an_optimizer_of_a_part(self, tx, key, named):
+        model = nnx.Dict(
+            body=nnx.Linear(16, 16, rngs=nnx.Rngs(0)), head=nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+        )
+        transformation = {"adam": optax.adam(RATE), "lbfgs": optax.lbfgs()}[tx]
+        optimizer = nnx.Optimizer(model.head, transformation, wrt=nnx.Param)
+        tree = optimizer if key is None else {key: optimizer}
+        mesh = mesh_of((8,), ("data",))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sharding = fsdp(model, mesh=mesh, optimizer=tree, min_size=0)
+        self.assertEqual([w.category for w in caught], [UnshardedWarning] if named else [])
+        found = {path: spec for path, spec in specs_by_path(tree, sharding).items() if spec != P()}
+        if named:
+            self.assertIn(named, str(caught[0].message))
+            self.assertEqual(found, {})
+        else:
+            self.assertTrue(any(path[-1] == "kernel" for path in found))
+        with warnings.catch_warnings():  # nothing is lost where nothing is sharded
+            warnings.simplefilter("error")
+            optimizer_sharding(tree, from_rules({}, default=P()), model=model)
 
 
 class StackedLayersTest(parameterized.TestCase):

@@ -35,9 +35,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..errors import raise_if_any
+from ..errors import UnshardedWarning, message, raise_if_any, warn_or_raise
 from ..specs.activation_sharding import ActivationSharding
-from ..specs.fitting import describe, pad_entries, replace_spec, show
+from ..specs.fitting import axes_of, describe, pad_entries, replace_spec, show
 from ..specs.paths import Path, path_key, path_string, plain_key
 from ..specs.state_sharding import StateSharding
 from ..specs.types import Spec
@@ -73,6 +73,10 @@ def optimizer_sharding(
     * the parameter's shape with more dimensions in front (the memory of ``lbfgs``): the dimensions
       in front are replicated;
     * any other shape, such as placeholders, counts and schedules: ``P()``.
+
+    Copies of parameters that the model does not have stay replicated with an
+    :class:`~nnx_sharding.errors.UnshardedWarning`. The optimizer of a part, ``model.head``, is
+    passed in a dict with the path of the part, ``{"head": optimizer}``.
 
     State is never ``reduced`` or ``unreduced``, even if its parameter is: Optax computes it from
     summed gradients, and JAX cannot add an array that is not reduced to one that is.
@@ -172,12 +176,41 @@ def _follow_all(
     replicated = PartitionSpec()
     ownerless = replicated if mesh is None else NamedSharding(mesh, replicated)
     state_specs: SpecsByPath = {}
-    for state, owner in _with_owners(optimizer, states, parameters):
-        if owner is None:
-            state_specs[state.path] = ownerless
-        else:
+    copies = _Copies(optimizer)
+    orphans = []  # state in a copy of parameters which the model does not have
+    for state, owner in _with_owners(copies, states, parameters):
+        if owner is not None:
             state_specs[state.path] = _follow(state, owner, specs[owner.path])
+            continue
+        state_specs[state.path] = ownerless
+        # Counts and placeholders belong to no parameter either. Only copies do for certain.
+        if copies.length_around(state.path) is not None and state.shape != ():
+            orphans.append(state)
+    if orphans and any(map(_is_sharded, all_specs)):
+        _warn_of_orphans(orphans)
     return state_specs
+
+
+def _is_sharded(sharding: Spec) -> bool:
+    """Whether a sharding has a spec that names a mesh axis."""
+    spec = getattr(sharding, "spec", sharding)
+    return isinstance(spec, PartitionSpec) and any(map(axes_of, spec.partitions))
+
+
+def _warn_of_orphans(orphans: Sequence[NamedVariable]) -> None:
+    """Warns of state in copies of parameters that are not in the model, which is replicated."""
+    lines = [f"  {state.name}, shape {state.shape}" for state in orphans]
+    warn_or_raise(
+        UnshardedWarning,
+        message(
+            "this state of the optimizer belongs to no parameter of the model, so it is "
+            "replicated:",
+            lines,
+            "If the optimizer updates a part of the model, pass it in a dict with the path of this "
+            'part, such as {"head": optimizer} for model.head.',
+        ),
+        strict=False,
+    )
 
 
 def optimizer_variables(
@@ -191,26 +224,58 @@ def optimizer_variables(
     factor (8, 256).
     """
     state_variables = []
-    for state, owner in _with_owners(optimizer, variables(optimizer), parameters):
+    for state, owner in _with_owners(_Copies(optimizer), variables(optimizer), parameters):
         if owner is not None:
             state = state._replace(layers=_follow_layers(state, owner))
         state_variables.append(state)
     return state_variables
 
 
+class _Copies:
+    """The copies of the parameters' State that Optax keeps in an optimizer, as ``opt_state/0/mu``.
+
+    The copies are in pytrees of Optax, so they are found by their type.
+
+    Its private attributes: ``_paths`` has the paths of the copies, and ``_lengths`` the numbers of
+    keys in these paths, sorted.
+    """
+
+    def __init__(self, optimizer: object):
+        # The ids of modules that were visited. The ids are compared because the model in an
+        # optimizer may refer to itself.
+        seen = set[int]()
+
+        def is_leaf(x: object) -> bool:
+            is_seen = _compat.identity(x) in seen
+            if _compat.is_node(x):
+                seen.add(_compat.identity(x))
+            return is_seen or isinstance(x, nnx.State)
+
+        leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer, is_leaf=is_leaf)
+        self._paths = {
+            tuple(plain_key(path_key(key)) for key in keys)
+            for keys, leaf in leaves
+            if isinstance(leaf, nnx.State)
+        }
+        self._lengths = sorted({len(path) for path in self._paths})
+
+    def length_around(self, path: Path) -> int | None:
+        """Returns the number of keys that lead to the copy around a state; None outside of copies.
+
+        There is one copy at most, because the State of a model has no other State in it.
+        """
+        return next((n for n in self._lengths if path[:n] in self._paths), None)
+
+
 def _with_owners(
-    optimizer: object, states: Iterable[NamedVariable], parameters: Iterable[NamedVariable]
+    copies: _Copies, states: Iterable[NamedVariable], parameters: Iterable[NamedVariable]
 ) -> Iterator[tuple[NamedVariable, NamedVariable | None]]:
     """Yields each Variable of an optimizer with its owner; None if it belongs to no parameter."""
-    copy_paths = _paths_of_copies(optimizer)
-    copy_lengths = sorted({len(path) for path in copy_paths})
     owners = {parameter.path: parameter for parameter in parameters}
     for state in states:
         path = state.path
         length = len(path)
-        # The number of keys that lead to the copy around the state. There is one copy at most,
-        # because the State of a model has no other State in it.
-        copy_length = next((n for n in copy_lengths if path[:n] in copy_paths), None)
+        copy_length = copies.length_around(path)
         if copy_length is None:
             # Outside of a copy, the owner's path may be any end of the path; the longest comes
             # first. ``model/up/kernel`` of an nnx.ModelAndOptimizer belongs to ``up/kernel``.
@@ -225,29 +290,6 @@ def _with_owners(
             candidates = (path[:n] + path[copy_length:end] for end in ends for n in starts)
         owner_path = next((candidate for candidate in candidates if candidate in owners), None)
         yield state, None if owner_path is None else owners[owner_path]
-
-
-def _paths_of_copies(optimizer: object) -> set[Path]:
-    """Returns the paths of Optax's copies of the parameters' State, such as ``opt_state/0/mu``.
-
-    The copies are in pytrees of Optax, so they are found by their type.
-    """
-    # The ids of modules that were visited. The ids are compared because the model in an optimizer
-    # may refer to itself.
-    seen = set[int]()
-
-    def is_leaf(x: object) -> bool:
-        is_seen = _compat.identity(x) in seen
-        if _compat.is_node(x):
-            seen.add(_compat.identity(x))
-        return is_seen or isinstance(x, nnx.State)
-
-    leaves, _ = jax.tree_util.tree_flatten_with_path(optimizer, is_leaf=is_leaf)
-    return {
-        tuple(plain_key(path_key(key)) for key in keys)
-        for keys, leaf in leaves
-        if isinstance(leaf, nnx.State)
-    }
 
 
 def _follow_layers(state: NamedVariable, owner: NamedVariable) -> Stacked:
