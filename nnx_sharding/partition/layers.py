@@ -223,7 +223,8 @@ class LayerDimensions:
         Also fills ``_norms`` with the ids of the parameters of normalization layers.
         """
         for index, layer in enumerate(flat.objects):
-            layer_class = _layer_class(type(layer))
+            kind: Any = type(layer)
+            layer_class = _layer_class(kind)
             if layer_class is None:  # shapes are known for layers of Flax only
                 continue
             # The cached class is asked because `isinstance` of a module runs Python code in `abc`.
