@@ -322,9 +322,10 @@ def retype_all(
 
 
 def _spec_on(mesh: Mesh | AbstractMesh, x: Any, spec: PartitionSpec | None) -> PartitionSpec | None:
-    """Returns the spec with which an array has to be resharded to a mesh; None if it need not be.
+    """Returns the spec with which an array has to be resharded to a mesh; None if it stays.
 
-    ``spec`` and the arrays that stay are described at :func:`retype_all`.
+    If ``spec`` is None, the array keeps its own spec over axes that stay Explicit. It then stays if
+    it is on no mesh, or on a mesh with other axes.
     """
     present_mesh = type_mesh(x)
     is_on_mesh = present_mesh == mesh.abstract_mesh  # with the same axis types

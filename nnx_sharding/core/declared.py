@@ -63,8 +63,8 @@ _DATA = (*_CONCRETE, jax.ShapeDtypeStruct)
 def abstract(leaf: AnyArray, sharding: Sharding | None = None) -> Any:
     """Returns the ``jax.ShapeDtypeStruct`` of an array or of an array's type, with a sharding.
 
-    If ``sharding`` is None, anything else, such as a ``jax.ShapeDtypeStruct``, is returned
-    unchanged.
+    A leaf that is neither, such as a ``jax.ShapeDtypeStruct``, is returned unchanged if
+    ``sharding`` is None.
     """
     is_type = isinstance(leaf, jax.core.ShapedArray)  # what `jax.typeof` returns
     is_array = isinstance(leaf, _CONCRETE)

@@ -170,7 +170,7 @@ class FilterUse:
     def merge(self, other: FilterUse) -> FilterUse:
         """Returns the decisions of two uses whose rules are equal, as one, for `unused`.
 
-        ``unmatched`` and ``added`` are left out, because they have been reported by then.
+        What `add_unmatched` has noted is left out, because it has been reported by then.
         """
         merged = FilterUse(self.rules)
         for use in (self, other):

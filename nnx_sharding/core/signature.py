@@ -120,7 +120,7 @@ class Parameters:
     def __init__(
         self, fun: Callable[..., Any], roles: Roles, bound: int = 0, *, from_call: bool = False
     ):
-        """Reads the signature of the function."""
+        """Reads the signature of the function, and finds all parameters that have a role."""
         self.bound = bound
         self.fun_name = name_of(fun)
         try:
@@ -248,9 +248,10 @@ class Parameters:
         count = num_positional - self.bound  # the number of arguments as the user counts them
         # With two arguments, -3 is before the first one. `jax.checkpoint` always refuses that.
         # `jax.jit` refuses it only if there are arguments, and no position is that of one of them.
-        any_before_first = any(i + count < 0 for i in positions)
-        none_inside = count > 0 and not any(-count <= i < count for i in positions)
-        if any_before_first and (self._all_must_be_passed or none_inside):
+        is_any_before_first = any(i + count < 0 for i in positions)
+        is_any_passed = any(-count <= i < count for i in positions)
+        is_refused_by_jit = count > 0 and not is_any_passed
+        if is_any_before_first and (self._all_must_be_passed or is_refused_by_jit):
             line = f"  {option}={positions}, {count} positional arguments"
             raise ValueError(message("these negative positions are out of range:", [line]))
         from_start = (i + count if i < 0 else i for i in positions)
