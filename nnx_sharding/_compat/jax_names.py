@@ -545,7 +545,7 @@ def varying_axes(x: Any) -> frozenset[Any]:
     """Returns the mesh axes along which a value in ``shard_map`` may differ; none if unknown."""
     array_type = jax.typeof(x)
     axes: frozenset[Any]
-    manual_type = getattr(array_type, "mat", None)  # the "manual axis type" of newer releases
+    manual_type: Any = getattr(array_type, "mat", None)  # the "manual axis type" of newer releases
     if hasattr(manual_type, "vur"):
         axes = manual_type.vur
     else:  # older releases have the axes in the type of the array, or do not know them

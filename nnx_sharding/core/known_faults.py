@@ -35,7 +35,6 @@ from jax.sharding import AbstractMesh, AxisType
 from .. import _compat
 from ..errors import WrongGradientWarning, message, warn_or_raise
 from ..specs.fitting import axes_of_type
-from ..specs.types import AxisName
 from .convolutions import Replacements, is_grouped
 
 T = TypeVar("T")
@@ -74,7 +73,7 @@ def work_around_faults(mesh: AbstractMesh | None, *, name: str, strict: bool, ne
         warn_or_raise(WrongGradientWarning, text, strict=strict, anchor="wrong-gradient")
 
 
-def _lines_for_reduced(chains: Iterable[tuple[Any, ...]], auto: frozenset[AxisName]) -> list[str]:
+def _lines_for_reduced(chains: Iterable[tuple[Any, ...]], auto: frozenset[Any]) -> list[str]:
     """Returns a line of the warning for each product with a reduced operand.
 
     Args:
