@@ -135,7 +135,10 @@ def _keep(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int | N
 def _reduce(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int | None:
     """For operations that remove the dimensions ``axes``."""
     axes = equation.params.get("axes", ())
-    return None if rows in axes else rows - sum(axis < rows for axis in axes)
+    if rows in axes:
+        return None
+    removed_before = [axis for axis in axes if axis < rows]
+    return rows - len(removed_before)
 
 
 def _multiply(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int | None:

@@ -154,7 +154,7 @@ class ShardSums:
         rows: Any,
         wanted: Collection[int],
     ) -> tuple[dict[int, Any], Rest]:
-        """Runs a function that computes gradients, some of which are returned as shard sums.
+        """Runs a function that computes gradients, and returns some of them as shard sums.
 
         Args:
           function: a function of one pytree of arrays. The function returns a pair: gradients by
@@ -169,26 +169,23 @@ class ShardSums:
         """
         if not wanted:
             return function(inputs)
-        closed, results = jax.make_jaxpr(function, return_shape=True)(inputs)
+        closed, result_types = jax.make_jaxpr(function, return_shape=True)(inputs)
         row_dims = jax.tree.leaves(rows, is_leaf=lambda x: x is None)
         pairs = zip(jax.tree.leaves(inputs), row_dims, strict=True)
-        values = [_Value(x, rows=dim) for x, dim in pairs]
+        input_values = [_Value(x, rows=dim) for x, dim in pairs]
         # The flags are put into the same tree as the results, so that its leaves are in the order
         # of the outputs.
-        gradients, further_results = results
-        no_flags = jax.tree.map(lambda _: False, further_results)
-        is_wanted = jax.tree.leaves(({i: i in wanted for i in gradients}, no_flags))
+        gradient_types, further_types = result_types
+        gradient_flags = {i: i in wanted for i in gradient_types}
+        further_flags = jax.tree.map(lambda _: False, further_types)
+        is_wanted = jax.tree.leaves((gradient_flags, further_flags))
         evaluation = _Evaluation(self)
-        values = evaluation.run(closed, values, is_wanted)
-        # A wanted gradient is a whole value if no sum over rows leads to it. A whole value is split
-        # here.
-        outputs = [
-            evaluation.split(x) if wants else evaluation.add_up(x)
-            for x, wants in zip(values, is_wanted, strict=True)
-        ]
-        evaluated: tuple[dict[int, Any], Rest]
-        evaluated = jax.tree.unflatten(jax.tree.structure(results), outputs)
-        return evaluated
+        output_values = evaluation.run(closed, input_values, is_wanted)
+        # A wanted gradient is a whole value if no sum over rows leads to it, and is split here.
+        outputs = evaluation.split_or_add_up(output_values, is_wanted)
+        results: tuple[dict[int, Any], Rest]
+        results = jax.tree.unflatten(jax.tree.structure(result_types), outputs)
+        return results
 
     def with_type(self, sums: jax.Array, mesh: AnyMesh, spec: PartitionSpec) -> jax.Array:
         """Gives shard sums, (shards, *shape), a type with Explicit axes.
@@ -288,6 +285,11 @@ class _Evaluation:
             return self._sums.constrain(value.array)
         return self._sums.of_sum(value.array)
 
+    def split_or_add_up(self, values: Sequence[_Value], wanted: Sequence[bool]) -> list[Any]:
+        """Returns the arrays of values: as shard sums if they are wanted so, else whole."""
+        pairs = zip(values, wanted, strict=True)
+        return [self.split(x) if wants else self.add_up(x) for x, wants in pairs]
+
     def run(self, closed: Any, inputs: Sequence[_Value], wanted: Sequence[bool]) -> list[_Value]:
         """Runs a program, and returns the values of its outputs.
 
@@ -349,8 +351,8 @@ class _Evaluation:
             return self.run(equation.params["jaxpr"], inputs, wanted)
         if name == "scan":
             return self._run_scan(equation, inputs, wanted)
-        if _is_linear(equation, inputs):
-            return self._map(equation, inputs)
+        if _can_run_on_sums(equation, inputs):
+            return self._run_linear(equation, inputs)
         dims = summed_dims(equation, [x.rows for x in inputs])
         if dims is None:  # no sum over rows, or not known to be one
             return None
@@ -360,7 +362,7 @@ class _Evaluation:
                 return None
         return self._split_sum(equation, inputs, dims)
 
-    def _map(self, equation: JaxprEqn, inputs: Sequence[_Value]) -> list[_Value]:
+    def _run_linear(self, equation: JaxprEqn, inputs: Sequence[_Value]) -> list[_Value]:
         """Runs a linear operation on each shard sum; its only output is shard sums."""
         name = equation.primitive.name
         # The shardings of these operations have no entry for the dimension of the shards.
@@ -390,7 +392,7 @@ class _Evaluation:
         sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
         if not isinstance(sharding, NamedSharding):
             return sums
-        mesh, spec = sharding.mesh, sharding.spec  # the spec is that of the value
+        mesh, spec = sharding.mesh, sharding.spec  # the spec of the value
         if equation.primitive.name == "reshard":
             return self._sums.constrain(self._sums.with_type(sums, mesh, spec))
         entries = self._sums.without_rows(spec, mesh).partitions
@@ -414,7 +416,8 @@ class _Evaluation:
         arrays = [self.add_up(x) for x in inputs]
         # 1. The operation runs on Auto axes, because JAX cannot type all operations, such as
         # convolutions, if they are mapped over a dimension that an Explicit axis shards.
-        mesh = next(filter(None, map(type_mesh, arrays)), self._sums.mesh)
+        meshes = (type_mesh(x) for x in arrays)
+        mesh = next((mesh for mesh in meshes if mesh is not None), self._sums.mesh)
         auto = mesh.abstract_mesh.update_axis_types(
             dict.fromkeys(axes_of_type(mesh, AxisType.Explicit), AxisType.Auto)
         )
@@ -455,14 +458,7 @@ class _Evaluation:
         carries_sums = [
             wants and x.rows is None for x, wants in zip(carried, wanted[:num_carried], strict=True)
         ]
-        wanted = [*carries_sums, *wanted[num_carried:]]
-
-        def carry_of(values: Sequence[_Value]) -> list[Any]:
-            """Returns the arrays of a carry, split or whole as in the first step."""
-            return [
-                self.split(x) if is_split else self.add_up(x)
-                for x, is_split in zip(values, carries_sums, strict=True)
-            ]
+        wanted_in_step = [*carries_sums, *wanted[num_carried:]]
 
         # Tracing the body fills this list with the values of its outputs: the dimension of the
         # rows, and whether they are split. The values have no arrays, because arrays must not be
@@ -477,27 +473,27 @@ class _Evaluation:
             ]
             scanned_values = [*map(_value_of_step, xs, scanned)]
             values = [*constants, *carried_values, *scanned_values]
-            outputs = self.run(params["jaxpr"], values, wanted)
+            outputs = self.run(params["jaxpr"], values, wanted_in_step)
             body_outputs[:] = [dataclasses.replace(x, array=None) for x in outputs]
+            new_carry = self.split_or_add_up(outputs[:num_carried], carries_sums)
             to_stack = [x.array for x in outputs[num_carried:]]  # arrays or shard sums
-            return carry_of(outputs[:num_carried]), to_stack
+            return new_carry, to_stack
 
         carry, stacked = jax.lax.scan(
             body,
-            carry_of(carried),
+            self.split_or_add_up(carried, carries_sums),
             [self.add_up(x) for x in scanned],
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-        results = [
-            _Value(x, rows=output.rows, is_split=is_split)
-            for x, output, is_split in zip(
-                carry, body_outputs[:num_carried], carries_sums, strict=True
-            )
-        ]
-        pairs = zip(stacked, body_outputs[num_carried:], strict=True)
-        return results + [self._stacked(x, step) for x, step in pairs]
+        carried_outputs, stacked_outputs = body_outputs[:num_carried], body_outputs[num_carried:]
+        results = []
+        for x, output, is_split in zip(carry, carried_outputs, carries_sums, strict=True):
+            results.append(_Value(x, rows=output.rows, is_split=is_split))
+        for x, output in zip(stacked, stacked_outputs, strict=True):
+            results.append(self._stacked(x, output))
+        return results
 
     def _stacked(self, array: jax.Array, step: _Value) -> _Value:
         """Returns the value of an output that a ``scan`` has stacked, (length, …).
@@ -586,15 +582,18 @@ def _variables_that_lead_to(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
         if not any(wants):
             continue
         if equation.primitive.name in _LINEAR | _PRODUCTS:
-            wanted_variables.update(
-                x for x in equation.invars if isinstance(x, Var) and _is_inexact(x)
-            )
-        elif (inner := _called(equation)) is not None:
-            # The inputs of a call are the inputs of the program in it. A `scan` is not a call in
-            # this sense: when it runs, its inputs are added up, or split as its carry is.
-            inner_wanted = _variables_that_lead_to(inner, wants)
-            pairs = zip(equation.invars, inner.invars, strict=True)
-            wanted_variables.update(x for x, y in pairs if y in inner_wanted and isinstance(x, Var))
+            for x in equation.invars:
+                if isinstance(x, Var) and _is_inexact(x):
+                    wanted_variables.add(x)
+            continue
+        # The inputs of a call are the inputs of the program in it. A `scan` is not a call in this
+        # sense: when it runs, its inputs are added up, or split as its carry is.
+        inner = _called(equation)
+        if inner is not None:
+            wanted_in_call = _variables_that_lead_to(inner, wants)
+            for x, inner_x in zip(equation.invars, inner.invars, strict=True):
+                if isinstance(x, Var) and inner_x in wanted_in_call:
+                    wanted_variables.add(x)
     return wanted_variables
 
 
@@ -615,10 +614,10 @@ def _called(equation: JaxprEqn) -> Jaxpr | None:
     return None
 
 
-def _is_linear(equation: JaxprEqn, inputs: Sequence[_Value]) -> bool:
-    """Whether an operation may be run on each shard sum instead of their sum.
+def _can_run_on_sums(equation: JaxprEqn, inputs: Sequence[_Value]) -> bool:
+    """Whether an operation may run on each shard sum, so that its output is shard sums.
 
-    An operation may if it is linear in its inputs that are shard sums, and at least one of them is.
+    At least one input has to be shard sums, and the operation has to be linear in all such inputs.
     """
     name = equation.primitive.name
     pairs = zip(equation.invars, inputs, strict=True)
@@ -629,7 +628,10 @@ def _is_linear(equation: JaxprEqn, inputs: Sequence[_Value]) -> bool:
     if not split_sizes or max(out_sizes) > max(split_sizes):
         return False
     if name in _PRODUCTS:
-        # Two split factors are refused, because each shard would be multiplied with itself only.
-        first, second = (x.is_split for x in inputs)
-        return first != second and not (name == "div" and second)
+        is_first_split, is_second_split = (x.is_split for x in inputs)
+        # A division is linear in the first input only. Of a product, only one factor may be split,
+        # because each shard sum would be multiplied with the sum of the same shard only.
+        if name == "div":
+            return is_first_split and not is_second_split
+        return is_first_split != is_second_split
     return name in _LINEAR
