@@ -276,9 +276,9 @@ class Schedule(PipelineSizes):
             if leaf.parameter in self.rows:
                 return first_dimension != (1,)  # with one row for all, an array stays whole
             # The number of rows is compared as well, because the same axes may shard a parameter.
-            has_as_many = first_dimension != () and first_dimension == first_dimension_of_x
+            is_as_long_as_x = first_dimension != () and first_dimension == first_dimension_of_x
             # A NumPy array has no declared sharding.
-            if not has_as_many or not row_axes or isinstance(array, np.ndarray):
+            if not is_as_long_as_x or not row_axes or isinstance(array, np.ndarray):
                 return False
             return axes_of_rows(array) >= {*row_axes}
 
@@ -338,40 +338,25 @@ class Schedule(PipelineSizes):
         shapes |= {leaf.accessor: jnp.shape(leaf.value) for leaf in further_with_rows}
         # The first array that is no scalar tells the size of the batch; 0 if all are scalars.
         batch = next((shape[0] for shape in shapes.values() if shape), 0)
-        wrong_shapes = {
-            where: shape
+        is_batch_divided = batch > 0 and batch % count == 0
+        lines_of_wrong_shapes = [
+            f"  {where}: shape {shape}"
             for where, shape in shapes.items()
-            if not shape or shape[0] != batch or not batch or batch % count
-        }
+            if shape[:1] != (batch,) or not is_batch_divided  # scalars are wrong as well
+        ]
         raise_if_any(
             ValueError,
             f"pipeline: {count} microbatches cannot be made of the inputs of the layers:",
-            [f"  {where}: shape {shape}" for where, shape in wrong_shapes.items()],
+            lines_of_wrong_shapes,
             "All need the same number of rows, which the microbatches divide. Scalars that layers "
             "only read are further arguments, blocks(x, step); those that they change, such as a "
             "loss, need one value for each row.",
         )
         # One microbatch has as many rows as the batch, so all further arguments fit. In a batch of
         # one row, a first dimension of 1 may say that there are no rows.
-        if batch <= 1 or count == 1:
-            return
-        # An array with as many rows as the batch is most likely a mask or the like. It would not
-        # fit the rows of a microbatch, so it is refused unless it is split.
-        suspects = [
-            leaf
-            for leaf, is_split in zip(further, has_rows, strict=True)
-            if not is_split
-            and isinstance(leaf.value, jax.Array)
-            and leaf.value.shape[:1] == (batch,)
-        ]
-        raise_if_any(
-            ValueError,
-            f"pipeline: further arguments of the layers with {batch} rows, as many as the batch:",
-            [f"  {leaf.accessor}: shape {leaf.value.shape}" for leaf in suspects],
-            "They are the same for all microbatches. Give them a first dimension of 1; or, if they "
-            "belong to the rows, name them, as in pipeline(model, rows=('mask',)), or constrain "
-            "them, as in with_sharding_constraint(mask, P('data')), where the layers are called.",
-        )
+        if batch > 1 and count > 1:
+            pairs = zip(further, has_rows, strict=True)
+            _check_unsplit([leaf for leaf, is_split in pairs if not is_split], batch)
 
     def module_path(self, path: Path) -> Path:
         """Returns the path of the Stack, or of the list that a block is in."""
@@ -448,6 +433,31 @@ def _write_row(block: nnx.Module, number: int, flat_before: Flat, flat_after: Fl
         _compat.set_value(flat.objects[index], jax.tree.map(lambda x: x[number], sown))
 
 
+def _check_unsplit(leaves: Sequence[FurtherLeaf], batch: int) -> None:
+    """Raises a ValueError for further arguments that have rows, although they are not split.
+
+    An array with as many rows as the batch is most likely a mask or the like, which would not fit
+    the rows of a microbatch.
+
+    Args:
+      leaves: the leaves in the further arguments that all microbatches get as they are.
+      batch: the number of rows of the batch.
+    """
+    arrays = [leaf for leaf in leaves if isinstance(leaf.value, jax.Array)]
+    raise_if_any(
+        ValueError,
+        f"pipeline: further arguments of the layers with {batch} rows, as many as the batch:",
+        [
+            f"  {leaf.accessor}: shape {leaf.value.shape}"
+            for leaf in arrays
+            if leaf.value.shape[:1] == (batch,)
+        ],
+        "They are the same for all microbatches. Give them a first dimension of 1; or, if they "
+        "belong to the rows, name them, as in pipeline(model, rows=('mask',)), or constrain "
+        "them, as in with_sharding_constraint(mask, P('data')), where the layers are called.",
+    )
+
+
 def _check_axis_types(mesh: AnyMesh, x: object) -> None:
     """Raises a ValueError for a call on a mesh with axes of a type that the loop cannot run with.
 
@@ -455,25 +465,28 @@ def _check_axis_types(mesh: AnyMesh, x: object) -> None:
       mesh: the mesh of the call.
       x: the first layer's input.
     """
-    if varying := set().union(*map(_compat.varying_axes, jax.tree.leaves(x))):
+    inputs = jax.tree.leaves(x)
+    varying = set().union(*map(_compat.varying_axes, inputs))
+    if varying:
         raise ValueError(
             "pipeline: JAX cannot map over the stages in a shard_map over "
             f"{' and '.join(map(repr, sorted(varying)))} with check_vma=True. Pass "
             "check_vma=False to it."
         )
     # The loop constrains arrays to their stages, which is for Auto axes only.
-    if axes_of_type(mesh, AxisType.Explicit):
-        # Without a declaration, a Stack keeps Explicit axes only if no input of it is on the mesh.
-        if all(jax.typeof(leaf).sharding.mesh.empty for leaf in jax.tree.leaves(x)):
-            raise ValueError(
-                "pipeline: the input of the Stack is on no mesh. Declare a sharding for the batch "
-                "(`P()` replicates it), or use Auto axes."
-            )
+    if not axes_of_type(mesh, AxisType.Explicit):
+        return
+    # Without a declaration, a Stack keeps Explicit axes only if no input of it is on the mesh.
+    if all(jax.typeof(leaf).sharding.mesh.empty for leaf in inputs):
         raise ValueError(
-            "pipeline: a Stack that is declared to run with Explicit axes cannot be a "
-            "pipeline. Leave it and its layers out of activation_shardings, or use Auto "
-            "axes."
+            "pipeline: the input of the Stack is on no mesh. Declare a sharding for the batch "
+            "(`P()` replicates it), or use Auto axes."
         )
+    raise ValueError(
+        "pipeline: a Stack that is declared to run with Explicit axes cannot be a "
+        "pipeline. Leave it and its layers out of activation_shardings, or use Auto "
+        "axes."
+    )
 
 
 def parameters_of(layer: object) -> list[str]:
@@ -533,14 +546,32 @@ def _check_captures(layers: nnx.Module) -> None:
     would have to be merged. Or there are perturbations, which are inputs, so that each microbatch
     would need its rows of them.
     """
-    # `nnx.capture` gives each module a tuple of Variables. Each holds a dict of sown values.
-    captured = (getattr(module, _compat.CAPTURES, ()) for _, module in modules_in(layers))
-    collecting = itertools.chain.from_iterable(captured)
-    if any(isinstance(x, nnx.Perturbation) or _compat.get_value(x) for x in collecting):
-        raise ValueError(
-            "pipeline: nnx.capture collects what layers sow in one call of the Stack, and no "
-            "perturbations. Use a nnx.capture for each call, or leave out the pipeline."
-        )
+    for _, module in modules_in(layers):
+        # `nnx.capture` gives each module a tuple of Variables. Each of these Variables holds a dict
+        # of sown values, which is empty until the layers have sown, or is a perturbation.
+        for variable in getattr(module, _compat.CAPTURES, ()):
+            if isinstance(variable, nnx.Perturbation) or _compat.get_value(variable):
+                raise ValueError(
+                    "pipeline: nnx.capture collects what layers sow in one call of the Stack, and "
+                    "no perturbations. Use a nnx.capture for each call, or leave out the pipeline."
+                )
+
+
+def _lines_of_state(further: Further) -> list[str]:
+    """Returns a line of an error for each Variable of further arguments that is no parameter."""
+    lines = []
+    for leaf in further_leaves(further):
+        if not _compat.is_graph_object(leaf.value):  # neither a module nor a Variable
+            continue
+        flat = flatten_layer(leaf.value)
+        for location in locations_of(flat):
+            if location.object_index is None:  # an array outside of Variables
+                continue
+            variable = flat.objects[location.object_index]
+            if not isinstance(variable, nnx.Param):
+                name = accessor(leaf.accessor, location.path)
+                lines.append(f"  {name}: {type(variable).__name__}")
+    return lines
 
 
 @contextlib.contextmanager
@@ -554,18 +585,7 @@ def _explain_changed_arguments(further: Further) -> Iterator[None]:
     try:
         yield
     except _compat.TraceContextError as error:
-        lines = []
-        for leaf in further_leaves(further):
-            if not _compat.is_graph_object(leaf.value):  # neither a module nor a Variable
-                continue
-            flat = flatten_layer(leaf.value)
-            for location in locations_of(flat):
-                if location.object_index is None:  # an array outside of Variables
-                    continue
-                variable = flat.objects[location.object_index]
-                if not isinstance(variable, nnx.Param):
-                    name = accessor(leaf.accessor, location.path)
-                    lines.append(f"  {name}: {type(variable).__name__}")
+        lines = _lines_of_state(further)
         if not lines:
             raise
         head = "pipeline: layers change Variables of their further arguments. Of those, there are:"
