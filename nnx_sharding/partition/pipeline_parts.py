@@ -56,7 +56,7 @@ class LossParts:
         run_suffix                  what the loss returns, and the outputs in ``late``
         run_…_with_gradients        the outputs in the attribute of this name, to differentiate
 
-    ``_depends`` has for each output the positions of the inputs that it depends on.
+    ``_inputs_of`` has for each output the positions of the inputs that it depends on.
     """
 
     def __init__(
@@ -79,30 +79,33 @@ class LossParts:
         """
         self.loss, self.targets, self.split = loss, [*targets], split
         closed = loss.closed
-        self._depends = [{*Part(closed, [i]).used} for i in range(len(closed.out_avals))]
+        self._inputs_of = [{*Part(closed, [i]).used} for i in range(len(closed.out_avals))]
 
         # New state is sorted by the time when it is known: after the last microbatch (ending),
         # after the layers (late), or before them (early).
-        self.ending = self._dependent(loss.state, loss.written)
+        self.ending = self._outputs_reading(loss.state, loss.written)
         early_or_late = [i for i in loss.state if i not in self.ending]
         self.late = list[int]()
         known_after = {*loss.results}  # the inputs that are known after the layers
         # State that depends on late state is late as well, so this is repeated until nothing is
         # added. The next microbatch reads late state from the input with the Variable's old value.
-        while new_late := set(self._dependent(early_or_late, known_after)).difference(self.late):
-            self.late += sorted(new_late)
+        new_late = self._outputs_reading(early_or_late, known_after)
+        while new_late:
+            self.late += new_late
             known_after.update(loss.state[i] for i in new_late)
+            reads_late = self._outputs_reading(early_or_late, known_after)
+            new_late = [i for i in reads_late if i not in self.late]
         self.early = [i for i in early_or_late if i not in self.late]
 
         # The layers' inputs besides x are varying or fixed. The inputs of the loss that differ
         # between microbatches and are known before the layers are the batch and early state. The
         # layers' own arrays are fixed, because `_check` refuses a loss in which they are not.
         known_before = {*rows, *(loss.state[i] for i in self.early)}
-        self.varying = self._dependent(loss.others, known_before)
+        self.varying = self._outputs_reading(loss.others, known_before)
         self.fixed = [*loss.layers, *(i for i in loss.others if i not in self.varying)]
 
         self.fixed_with_gradients = [
-            i for i in self._dependent(self.fixed, self.targets) if loss.has_gradient(i)
+            i for i in self._outputs_reading(self.fixed, self.targets) if loss.has_gradient(i)
         ]
         self.x_with_gradients = [i for i in loss.x if loss.has_gradient(i)]
         # An array of layers may depend on several targets, because the blocks of a list are
@@ -110,8 +113,8 @@ class LossParts:
         # name of one target is enough, because reports only take the module from it.
         self.split_fixed = dict[int, str]()
         for i in self.fixed_with_gradients:
-            # There is at least one source, because `_dependent` has found it.
-            sources = sorted(self._depends[i].intersection(targets))
+            # There is at least one source, because `_outputs_reading` has found it.
+            sources = sorted(self._inputs_of[i].intersection(targets))
             if all(source in split for source in sources):
                 self.split_fixed[i] = split[sources[0]]
         self._check(known_before, known_after)
@@ -124,9 +127,9 @@ class LossParts:
         self.run_suffix = Part(loss.with_callbacks, [*loss.returned, *self.late])
         self.run_ending = Part(closed, self.ending)
 
-    def _dependent(self, outputs: Iterable[int], inputs: Iterable[int]) -> list[int]:
+    def _outputs_reading(self, outputs: Iterable[int], inputs: Iterable[int]) -> list[int]:
         """Returns the outputs that depend on at least one of these inputs."""
-        return [i for i in outputs if self._depends[i].intersection(inputs)]
+        return [i for i in outputs if self._inputs_of[i].intersection(inputs)]
 
     def _check(self, known_before: set[int], known_after: set[int]) -> None:
         """Raises a ValueError for a loss whose microbatches cannot pass each other.
@@ -146,8 +149,8 @@ class LossParts:
         # State that depends on them is computed once, at the end, so it cannot read a microbatch.
         known_at_the_end = {*loss.written, *(loss.state[i] for i in self.ending)}
         microbatch_outputs = [*loss.returned, *self.early, *self.late, *loss.x, *loss.others]
-        reads_end_too_early = self._dependent(microbatch_outputs, known_at_the_end)
-        if reads_end_too_early or self._dependent(self.ending, microbatch_inputs):
+        reads_end_too_early = self._outputs_reading(microbatch_outputs, known_at_the_end)
+        if reads_end_too_early or self._outputs_reading(self.ending, microbatch_inputs):
             reasons.append("what layers write is used outside of them")
         # A part with no outputs has all callbacks, so it uses the inputs that callbacks read.
         read_by_callbacks = Part(loss.with_callbacks, []).used
@@ -155,15 +158,15 @@ class LossParts:
             reasons.append("a callback, such as jax.debug.print, reads what layers write")
         # The layers' inputs cannot depend on results or late state, because a microbatch enters
         # before the one in front of it has left the layers.
-        if self._dependent([*loss.x, *self.varying], known_after):
+        if self._outputs_reading([*loss.x, *self.varying], known_after):
             reasons.append("what layers get depends on what is written after they are called")
         # The layers' arrays cannot differ between microbatches, because a stage has its layers
         # once, and calls them with several microbatches.
-        if self._dependent(loss.layers, microbatch_inputs):
+        if self._outputs_reading(loss.layers, microbatch_inputs):
             reasons.append("the parameters of layers depend on the microbatch")
         # A varying value cannot have a gradient, because the backward pass only returns gradients
         # of x and of fixed values.
-        varying_with_targets = self._dependent(self.varying, self.targets)
+        varying_with_targets = self._outputs_reading(self.varying, self.targets)
         if any(loss.has_gradient(i) for i in varying_with_targets):
             reasons.append("further arguments of layers depend on the microbatch and on parameters")
         refuse_loss(reasons, "Pass values from layer to layer, x, y = blocks((x, y)).")

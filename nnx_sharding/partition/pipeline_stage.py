@@ -28,7 +28,8 @@ layers of one stage, and returns their outputs, and by slot the arrays that they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -84,7 +85,7 @@ class TracedStages:
         # 2. The trace. All stages are traced at once, because a `shard_map` in a layer has to be in
         # the `vmap` when it is traced.
         forward_of_all_stages = jax.vmap(
-            self._forward_of_one_stage(parts),
+            functools.partial(self._trace_one_stage, parts),
             in_axes=({i: None if i in shared else 0 for i in types},),
             spmd_axis_name=self._axis,
         )
@@ -100,14 +101,14 @@ class TracedStages:
         # from one microbatch to the next.
         constants = {*parts.fixed}.difference(loss.written_of)
         self._kept: dict[int, int] = {}  # number of a residual → output of this trace
+        self.residual_types: dict[int, jax.ShapeDtypeStruct] = {}
         for number, output in enumerate(self._residuals):
             inputs_read = {self._inputs[n] for n in Part(closed, [output]).used}
             if not inputs_read.issubset(constants):
                 self._kept[number] = output
-        self.residual_types = {
-            number: jax.ShapeDtypeStruct(result_types[output].shape[1:], result_types[output].dtype)
-            for number, output in self._kept.items()
-        }
+                on_stages = result_types[output]  # (S, …)
+                one = jax.ShapeDtypeStruct(on_stages.shape[1:], on_stages.dtype)
+                self.residual_types[number] = one
 
         # 4. Callbacks in layers run in the forward pass. Callbacks do not run again when residuals
         # are recomputed, because `closed` has none.
@@ -117,55 +118,43 @@ class TracedStages:
         )
         self._recompute = Part(closed, {*self._residuals}.difference(kept))
 
-    def _forward_of_one_stage(
-        self, parts: LossParts
-    ) -> Callable[[ByPosition], tuple[ByPosition, ByPosition, list[Any]]]:
-        """Returns the forward pass of the layers of one stage, as a function to trace.
+    def _trace_one_stage(
+        self, parts: LossParts, arrays: ByPosition
+    ) -> tuple[ByPosition, ByPosition, list[Any]]:
+        """Runs the layers of one stage in the trace; sets ``_transpose`` for :meth:`backward`.
 
-        The function's argument is the layers' inputs, by position; arrays of D layers are (D, …).
-        It returns the layers' outputs (``out``), the arrays that they write (``written``), and the
-        list of all residuals. When it is traced, it stores the transpose, which :meth:`backward`
-        calls, in ``_transpose``.
+        Args:
+          parts: the parts of the loss, with the call of the pipeline.
+          arrays: the layers' inputs, by position; arrays of D layers are (D, …).
+
+        Returns:
+          The layers' outputs (``out``), the arrays that they write (``written``), and the list of
+          all residuals.
         """
-        loss, call = parts.loss, parts.loss.call
-        assert call.staged is not None  # `find_call` has refused a loss without a pipeline
-        is_remat = call.staged.is_remat
-        # A call of layers has their arrays by slot, but this module has them by position.
-        position_of_slot = dict(zip(call.layers, loss.layers, strict=True))
+        staged = parts.loss.call.staged
+        assert staged is not None  # `find_call` has refused a loss without a pipeline
+
+        def run(chosen: ByPosition) -> tuple[ByPosition, tuple[ByPosition, ByPosition]]:
+            """Runs the layers as a function of the inputs that are differentiated.
+
+            Returns:
+              The outputs that have a gradient. As auxiliary data, without gradients, a pair of all
+              outputs and the written arrays.
+            """
+            out, written = _run_layers(parts, arrays | chosen)
+            # The output of a stage is the x of the next stage, so it has a gradient where x has
+            # one.
+            return {i: out[i] for i in parts.x_with_gradients}, (out, written)
+
+        # `prevent_cse` is not needed, because the recomputation is in another iteration of the
+        # loop.
+        run_or_remat = jax.checkpoint(run, prevent_cse=False) if staged.is_remat else run
         differentiated = {*parts.fixed_with_gradients, *parts.x_with_gradients}
-
-        def forward(arrays: ByPosition) -> tuple[ByPosition, ByPosition, list[Any]]:
-            """Runs the layers of one stage; sets ``_transpose``."""
-
-            def run(chosen: ByPosition) -> tuple[ByPosition, tuple[ByPosition, ByPosition]]:
-                """Runs the layers as a function of the inputs that are differentiated.
-
-                Returns:
-                  The outputs that have a gradient. As auxiliary data, without gradients, a pair of
-                  all outputs and the written arrays.
-                """
-                merged = arrays | chosen
-                layers, x, others = (
-                    [merged[i] for i in positions]
-                    for positions in (loss.layers, loss.x, loss.others)
-                )
-                results, written_by_slot = call.call_layers(layers, x, others)
-                # The output of a stage is the x of the next stage, so it has the positions of x,
-                # and a gradient where x has one.
-                out = dict(zip(loss.x, results, strict=True))
-                written = {position_of_slot[slot]: x for slot, x in written_by_slot.items()}
-                return {i: out[i] for i in parts.x_with_gradients}, (out, written)
-
-            # `prevent_cse` is not needed, because the recomputation is in another iteration of the
-            # loop.
-            run_or_remat = jax.checkpoint(run, prevent_cse=False) if is_remat else run
-            chosen = {i: arrays[i] for i in sorted(differentiated)}
-            _, transpose, (out, written) = jax.vjp(run_or_remat, chosen, has_aux=True)
-            # JAX's transpose is a pytree: a function whose leaves are the residuals.
-            residuals, self._transpose = jax.tree.flatten(transpose)
-            return out, written, residuals
-
-        return forward
+        chosen = {i: arrays[i] for i in sorted(differentiated)}
+        _, transpose, (out, written) = jax.vjp(run_or_remat, chosen, has_aux=True)
+        # JAX's transpose is a pytree: a function whose leaves are the residuals.
+        residuals, self._transpose = jax.tree.flatten(transpose)
+        return out, written, residuals
 
     def _as_inputs(self, arrays: Mapping[int, Any]) -> dict[int, Any]:
         """Returns arrays by their index among the inputs of the trace of the stages.
@@ -236,3 +225,26 @@ class TracedStages:
         row_dims = [None] * len(residuals), dict.fromkeys(d_out, 1)
         gradients, _ = sums.evaluate(transpose_all_stages, (residuals, d_out), row_dims, wanted)
         return gradients
+
+
+def _run_layers(parts: LossParts, arrays: ByPosition) -> tuple[ByPosition, ByPosition]:
+    """Runs the layers of one stage.
+
+    Args:
+      parts: the parts of the loss, with the call of the pipeline.
+      arrays: the layers' inputs, by position; arrays of D layers are (D, …).
+
+    Returns:
+      A pair: the layers' outputs, by the positions of x, and the arrays that they write, by the
+      positions of layers.
+    """
+    loss, call = parts.loss, parts.loss.call
+    layers = [arrays[i] for i in loss.layers]
+    x = [arrays[i] for i in loss.x]
+    others = [arrays[i] for i in loss.others]
+    results, written_by_slot = call.call_layers(layers, x, others)
+    # A call of layers has their arrays by slot, but this module has them by position.
+    position_of_slot = dict(zip(call.layers, loss.layers, strict=True))
+    out = dict(zip(loss.x, results, strict=True))
+    written = {position_of_slot[slot]: array for slot, array in written_by_slot.items()}
+    return out, written
