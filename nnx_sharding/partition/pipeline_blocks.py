@@ -69,7 +69,7 @@ class _BlockCall(NamedTuple):
                 self.hidden[index] = _compat.get_value(variable)
                 _compat.set_value(variable, pending)
 
-    def unhide(self) -> bool:
+    def try_unhide(self) -> bool:
         """Puts the values back; returns whether the block is as it was at the call.
 
         If it is not, the caller raises an error, so a block with only some of its values put back
@@ -143,7 +143,7 @@ class BlockCalls:
           ValueError: a block has changed since it was called.
         """
         for number, call in enumerate(self._calls):
-            if not call.unhide():
+            if not call.try_unhide():
                 raise ValueError(_HOW_TO_CALL.format(f"{self.tag.accessor}[{number}]", _CHANGED))
         return nnx.List([call.block for call in self._calls])
 
@@ -185,7 +185,9 @@ class PendingOutput:
 
     def check_ran(self) -> None:
         """Raises a ValueError if this is the output of the latest call, and blocks are missing."""
-        if self._number == len(self._calls) < self._calls.length:
+        num_calls = len(self._calls)
+        is_latest = self._number == num_calls
+        if is_latest and num_calls < self._calls.length:
             self._refuse()
 
     def __len__(self) -> int:
@@ -306,12 +308,17 @@ def _difference(further: Further, other: Further) -> str:
     if treedef != jax.tree.structure(other):
         return "gets other further arguments"
     for leaf, other_leaf in zip(further_leaves(further), further_leaves(other), strict=True):
-        x, y = leaf.value, other_leaf.value
-        is_equal = x is y or _compat.is_made_alike(x, y)
-        # JAX arrays are not compared by value, because arrays of a trace have none.
-        if not is_equal and type(x) is type(y) and not isinstance(x, jax.Array):
-            is_equal = np.array_equal(x, y)
-        if not is_equal:
+        if not _are_same(leaf.value, other_leaf.value):
             name = leaf.accessor
             return f"gets another {name}, made by other operations or from other arrays"
     return ""
+
+
+def _are_same(x: Any, y: Any) -> bool:
+    """Whether two leaves of further arguments are the same, as `_difference` defines it."""
+    if x is y or _compat.is_made_alike(x, y):
+        return True
+    # JAX arrays are not compared by value, because arrays of a trace have none.
+    if type(x) is not type(y) or isinstance(x, jax.Array):
+        return False
+    return np.array_equal(x, y)

@@ -271,13 +271,9 @@ def _shard_layers(
         place = _place_in(stacks, x.path)
         if place is None or place.is_shared:  # outside of the layers, or the same in all of them
             continue
-        spec, is_list = specs[x.path], isinstance(stacks[place.stack], nnx.List)
-        # A NamedSharding may not be changed, so it is refused like a spec that uses the axis.
-        can_add_axis = isinstance(spec, PartitionSpec) and axis not in spec_axes(spec)
-        if can_add_axis and not is_list:  # in a Stack, the first dimension has the layers
-            first_entries = pad_entries(spec, 1)
-            can_add_axis = first_entries == [None]
-        if not can_add_axis:
+        spec = specs[x.path]
+        is_list = isinstance(stacks[place.stack], nnx.List)
+        if not _can_add_axis(spec, axis, is_list=is_list):
             lines.append(f"  {x.name}: {spec}")
         elif is_list:
             sharded = shard_largest(spec, x, [axis], mesh)  # `spec`, if the axis divides nothing
@@ -292,6 +288,21 @@ def _shard_layers(
         "Leave the first dimension and this axis to the pipeline, in specs without a mesh.",
     )
     return block_specs
+
+
+def _can_add_axis(spec: object, axis: str, *, is_list: bool) -> bool:
+    """Whether the axis of the stages may be added to the sharding of an array of layers.
+
+    Args:
+      spec: the sharding.
+      axis: the mesh axis.
+      is_list: whether the layers are the blocks of a list, not of a ``Stack``.
+    """
+    # A NamedSharding may not be changed, so it is refused like a spec that uses the axis.
+    if not isinstance(spec, PartitionSpec) or axis in spec_axes(spec):
+        return False
+    # In a Stack, the first dimension has the layers, and the axis needs it for itself.
+    return is_list or pad_entries(spec, 1) == [None]
 
 
 def layers_of(model: object) -> tuple[dict[Path, Any], list[str]]:
@@ -314,7 +325,8 @@ def layers_of(model: object) -> tuple[dict[Path, Any], list[str]]:
         blocks = [] if _is_inside(path, lists) else _blocks_of(module)
         if len(blocks) < 2:  # one block alone is no pipeline
             continue
-        if lines := _differences_of_blocks(path, blocks):
+        lines = _differences_of_blocks(path, blocks)
+        if lines:
             differences += lines
         else:
             lists[path] = module
@@ -328,9 +340,12 @@ def _is_inside(path: Path, outer_paths: Mapping[Path, object] | Sequence[Path]) 
 
 def _blocks_of(module: object) -> list[Any]:
     """Returns the items of a list of modules that can be called; empty for all other objects."""
+    if not isinstance(module, nnx.List):
+        return []
     # Lists of other things, such as Variables or activations, are no layers.
-    blocks = [*module] if isinstance(module, nnx.List) else []
-    return blocks if all(isinstance(x, nnx.Module) and callable(x) for x in blocks) else []
+    blocks = [*module]
+    are_layers = all(isinstance(x, nnx.Module) and callable(x) for x in blocks)
+    return blocks if are_layers else []
 
 
 def _differences_of_blocks(path: Path, blocks: Sequence[Any]) -> list[str]:
@@ -416,7 +431,8 @@ def _shared_variables(model: object, stacks: _Stacks) -> Iterator[NamedVariable]
 
 def _warn_of_left_out(model: object, stacks: _Stacks, schedule: Schedule) -> None:
     """Warns of lists of at least as many blocks as stages that are in no pipeline."""
-    handled_paths, lines = [*stacks], list[str]()  # paths of stacks, and of lists with a warning
+    handled_paths = [*stacks]  # the paths of stacks, and of lists with a warning
+    lines: list[str] = []
     for path, module in modules_in(model):
         blocks = [] if _is_inside(path, handled_paths) else _blocks_of(module)
         if len(blocks) < max(schedule.stages, 2):  # one block alone is no pipeline

@@ -110,7 +110,7 @@ class StagedLayers:
       row_entry: the entry of a spec for a dimension of rows, in a list; empty if they are whole.
       depth: how many layers a stage calls at once, D.
       flat: the layers, flattened: their arrays are (L, …). `write_layers` writes to its objects.
-      slots: the slots of the arrays of which each layer has its own.
+      slots: the slots of the arrays, (L, …), that layers do not share.
       call_layers: calls a group of layers, ``(layers, x, args, kwargs) → x``.
 
     ``_specs`` has for each slot the spec of the array of one layer. The spec is ``P()`` unless the
@@ -177,20 +177,18 @@ class StagedLayers:
         """Writes arrays, (S, D, …) by slot, to the layers; for one repeat."""
         flat_copy = flatten_layer(with_arrays(self.flat, arrays))
         old = {slot: self.flat.leaves[slot] for slot in arrays}
-        # The arrays of the copy, (S, D, …), have another shape than those of the layers. They are
-        # put in order: (S, D, …) → (S, 1, D, …) → (L, …).
+        # An array of the copy is (S, D, …). The layers get it in their own order and shape:
+        # (S, D, …) → (S, 1, D, …) → (L, …).
         write_back(self.flat, flat_copy, old, lambda _, leaf: self.from_stages(leaf[:, None]))
 
     @functools.cached_property
     def _other_arrays(self) -> OtherArrays:
         """The slots of the arrays that layers get besides the rows and arrays of their own."""
-        flat_further, own_slots = flatten(self.further), {*self.slots}
-        # In the layers, all arrays but those of which each layer has its own.
-        return OtherArrays(
-            flat_further=flat_further,
-            further_slots=traced_slots(flat_further.leaves),
-            shared_slots=[slot for slot in traced_slots(self.flat.leaves) if slot not in own_slots],
-        )
+        flat_further = flatten(self.further)
+        # All layers share the arrays that are not in `slots`.
+        own_slots = {*self.slots}
+        shared_slots = [slot for slot in traced_slots(self.flat.leaves) if slot not in own_slots]
+        return OtherArrays(flat_further, traced_slots(flat_further.leaves), shared_slots)
 
     def other_arrays(self) -> list[Any]:
         """Returns the arrays that layers get besides the rows and arrays of their own.
@@ -234,7 +232,8 @@ class StagedLayers:
         finally:
             RUNNING.reset(token)
         # If layers have written to a Variable, it holds another array than before.
-        flat_after, written = flatten_layer(group), dict[int, jax.Array]()
+        flat_after = flatten_layer(group)
+        written: dict[int, jax.Array] = {}
         for slot in arrays:
             if flat_after.leaves[slot] is not flat_before.leaves[slot]:
                 written[slot] = flat_after.leaves[slot]
@@ -305,20 +304,31 @@ class StagedLayers:
 
     def to_stages(self, slot: int) -> jax.Array:
         """Puts an array of the layers, (L, …), on the stages that call them: (S, R, D, …)."""
-        leaf, axis = self.flat.leaves[slot], self.axis
+        leaf = self.flat.leaves[slot]
         sizes = (self.sizes.repeats, self.sizes.stages, self.depth)
         groups = leaf.reshape(*sizes, *leaf.shape[1:])  # (R, S, D, …)
         groups = jnp.swapaxes(groups, 0, 1)  # (S, R, D, …)
         spec = self._specs[slot]  # the spec of one layer's array, (…)
-        axes = {*spec_axes(spec)}
-        if axis not in axes:
-            return self.constrain(groups)
-        # The layers are the blocks of a list, and one dimension of a layer is sharded over the
-        # stages, so each stage has a part of all L layers. A stage sends each other stage the parts
-        # of that stage's layers, and gets the missing parts of its own layers: on one of S stages,
-        # (L, …, n/S, …) → (L/S, …, n, …). For this, layers are put in the order of stages.
+        if self.axis in spec_axes(spec):
+            layers = groups.reshape(leaf.shape)  # (L, …), in the order of stages
+            groups = self._exchange_parts(layers, spec).reshape(groups.shape)  # (S, R, D, …)
+        return self.constrain(groups)
+
+    def _exchange_parts(self, layers: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Gives each stage its layers, if it has had a part of each layer.
+
+        The layers are the blocks of a list, and one dimension of a layer is sharded over the
+        stages. A stage sends each other stage the parts of that stage's layers, and gets the
+        missing parts of its own layers: on one of S stages, (L, …, n/S, …) → (L/S, …, n, …).
+
+        Args:
+          layers: the arrays of all layers, (L, …), in the order of the stages that call them.
+          spec: the spec of one layer's array, (…), which has the axis of the stages.
+        """
+        axis = self.axis
         # There is one such dimension, because a spec names an axis once.
         [dimension] = [i for i, entry in enumerate(spec.partitions) if axis in axes_of(entry)]
+        axes = {*spec_axes(spec)}
         other_axes = keep_axes(spec, axes - {axis})
         move: Callable[[jax.Array], jax.Array] = jax.shard_map(
             lambda x: jax.lax.all_to_all(x, axis, 0, dimension + 1, tiled=True),
@@ -327,9 +337,7 @@ class StagedLayers:
             out_specs=PartitionSpec(axis, *other_axes.partitions),
             axis_names=axes,
         )
-        in_order_of_stages = groups.reshape(leaf.shape)  # (S, R, D, …) → (L, …)
-        moved = move(in_order_of_stages).reshape(groups.shape)  # (L, …) → (S, R, D, …)
-        return self.constrain(moved)
+        return move(layers)
 
     def from_stages(self, leaf: jax.Array) -> jax.Array:
         """Puts an array back into the order of the layers: (S, R, D, …) → (L, …)."""
