@@ -262,26 +262,20 @@ class LogicalRules:
         self._check([named_dimension.name for named_dimension in named], len(entries), shape)
         # The rules are the outer loop, because an earlier rule gets its axes before all later ones.
         for rule_name, axis_entry in self.rules:
-            axes = axes_of(axis_entry)
+            axes = axes_of(axis_entry)  # () if the rule replicates the dimension
             if mesh is not None and axes:
                 axes = tuple(axis for axis in axes if axis in mesh.axis_names)
                 # The rule is for another mesh. A later rule for the name may be for this one.
                 if not axes:
                     continue
             for named_dimension in named:
-                # The axes are () if a rule replicates the dimension.
-                is_decided = named_dimension.axes is not None
-                if named_dimension.name != rule_name or is_decided:
+                is_undecided = named_dimension.axes is None
+                if named_dimension.name != rule_name or not is_undecided:
                     continue
-                dimension = named_dimension.dimension
-                used_axes = {axis for other in named for axis in other.axes or ()}
-                # Other names of this dimension may have been given axes already.
-                all_axes = (*_axes_at(dimension, named), *axes)
-                if used_axes.isdisjoint(axes) and _divides(all_axes, dimension, shape, mesh):
+                if _can_have_axes(named_dimension.dimension, axes, named, shape, mesh):
                     named_dimension.axes = axes
         # Entries without names, None and UNCONSTRAINED, stay as they are.
-        for named_dimension in named:
-            dimension = named_dimension.dimension
+        for dimension in {named_dimension.dimension for named_dimension in named}:
             entries[dimension] = _axes_at(dimension, named)
         return with_entries(original, entries)
 
@@ -323,20 +317,33 @@ def _axes_at(dimension: int, named: Sequence[_NamedDimension]) -> tuple[str, ...
     return tuple(axis for x in named if x.dimension == dimension for axis in x.axes or ())
 
 
-def _divides(
-    axes: Sequence[str], dimension: int, shape: Sequence[int] | None, mesh: AnyMesh | None
+def _can_have_axes(
+    dimension: int,
+    axes: Sequence[str],
+    named: Sequence[_NamedDimension],
+    shape: Sequence[int] | None,
+    mesh: AnyMesh | None,
 ) -> bool:
-    """Whether mesh axes together divide a dimension; True if the shape or the mesh is unknown."""
+    """Whether a rule may give mesh axes to a dimension of an array.
+
+    No dimension may have one of the axes already. The axes also have to divide the dimension,
+    together with the axes that it has by other names; this is not checked without a shape or mesh.
+    """
+    used_axes = {axis for x in named for axis in x.axes or ()}
+    if not used_axes.isdisjoint(axes):
+        return False
     if mesh is None or shape is None:
         return True
-    num_parts: int = math.prod(mesh.shape[axis] for axis in axes)
+    all_axes = (*_axes_at(dimension, named), *axes)
+    num_parts: int = math.prod(mesh.shape[axis] for axis in all_axes)
     return shape[dimension] % num_parts == 0
 
 
 def _is_rule(name: object, entry: object) -> bool:
     """Whether a pair is a rule: a text, and one mesh axis, several different ones or none."""
     axes = axes_of(entry)
-    return all(isinstance(x, str) and x for x in (name, *axes)) and len(set(axes)) == len(axes)
+    are_names = all(isinstance(x, str) and x for x in (name, *axes))
+    return are_names and len(set(axes)) == len(axes)
 
 
 @_compat.api_boundary
@@ -377,7 +384,7 @@ def from_logical(
     predicates = [to_predicate(filter_) for filter_, _ in pairs]
     used_pairs = set[int]()  # the indices of pairs that decide for some Variable
 
-    def names_of(variable: NamedVariable) -> Any:
+    def use_first_match(variable: NamedVariable) -> Any:
         """Returns the names of the first pattern that matches, else the names in the metadata.
 
         Adds the index of the pair to ``used_pairs``.
@@ -395,8 +402,8 @@ def from_logical(
     sharding = _from_names(
         "from_logical",
         model,
-        names_of,
-        spec_of,
+        names_of=use_first_match,
+        spec_of=spec_of,
         fault="these names give no spec",
         hint=rules._hint,
     )
@@ -438,12 +445,11 @@ def from_metadata(
     """
     rules = get_logical_axis_rules() if rules is None else rules
     rules = rules if isinstance(rules, LogicalRules) else LogicalRules(rules)
-    spec_of = functools.partial(_spec_of_annotation, rules, mesh)
     return _from_names(
         "from_metadata",
         model,
-        lambda variable: variable.annotation,
-        spec_of,
+        names_of=lambda variable: variable.annotation,
+        spec_of=functools.partial(_spec_of_annotation, rules, mesh),
         fault="this metadata gives no sharding",
     )
 

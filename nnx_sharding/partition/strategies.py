@@ -163,7 +163,8 @@ def fsdp(
     This is ZeRO stage 3 (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
     mesh, axes = mesh_and_axes("fsdp", mesh, axis, across_slices=across_slices)
-    if checked_prefetch("fsdp", prefetch) and not count_layer_dimensions(flatten(((model,), {}))):
+    checked_prefetch("fsdp", prefetch)  # raises a ValueError unless it is 0 or 1
+    if prefetch and not count_layer_dimensions(flatten(((model,), {}))):  # the model has no Stack
         raise ValueError(
             "fsdp: prefetch=1 gathers the parameters of the next layer of a Stack, and the model "
             "has none. Make one of its layers: stack(blocks)."
@@ -243,7 +244,8 @@ def needed_mesh(name: str, mesh: AnyMesh | None) -> AnyMesh:
     Raises:
       NoMeshError: there is none.
     """
-    if (mesh := given_mesh(name, mesh)) is None:
+    mesh = given_mesh(name, mesh)
+    if mesh is None:
         remedy = "Pass mesh=..., or call within `with jax.set_mesh(mesh):`."
         raise NoMeshError(f"{name} has no mesh. {remedy}")
     return mesh
@@ -276,7 +278,8 @@ def mesh_and_axes(
         sizes = ", ".join(f"{name!r} ({size})" for name, size in mesh.shape.items())
         raise ValueError(f"{name}: axis={axis!r}: {reasons}\nThe mesh has the axes {sizes}.")
     # The network between slices is much slower than the links in them.
-    if not across_slices and (crossing := axes_across_slices(mesh).intersection(axes)):
+    crossing = set() if across_slices else axes_across_slices(mesh).intersection(axes)
+    if crossing:
         raise ValueError(
             f"{name}: axis={axis!r}: devices along {', '.join(map(repr, sorted(crossing)))} are in "
             "different slices, between which parameters or activations would be sent in each step. "
@@ -393,8 +396,10 @@ def remarks_on(
     remarks = Remarks({**notes}, {path: chosen_by(path) for path in specs})
     if base is None:
         return remarks
-    for path, variable, *_ in parameters:
-        number, base_spec = base.find(path, variable)  # the filter that decides, and its sharding
+    for parameter in parameters:
+        path = parameter.path
+        # The index of the filter that decides, and its sharding.
+        number, base_spec = base.find(path, parameter.variable)
         if number is None:  # base has no filter for this path
             continue
         # A sharding that is not a spec, such as a `NamedSharding`, is the user's choice, so it
@@ -406,19 +411,43 @@ def remarks_on(
         # Filters of strategies have these attributes. Filters of the user do not.
         base_strategy = getattr(base.filters[number], "strategy", "")
         base_note = getattr(base.filters[number], "note", "")
-        own_note = notes.get(path)
         if base_note:
-            if own_note is None and (was_sharded or is_kept):
-                remarks.notes[path] = base_note
-            elif not was_sharded and own_note != base_note:  # a note is not written twice
-                why_whole = f"{base_strategy or 'base'} leaves it whole: {base_note}"
-                remarks.notes[path] = f"{own_note}; {why_whole}" if own_note else why_whole
+            remarks.notes[path] = _joined_note(
+                notes.get(path),
+                base_note,
+                base_strategy or "base",
+                was_sharded=was_sharded,
+                is_kept=is_kept,
+            )
         if was_sharded:
             chosen_by_base = base_strategy or base.names[number]  # a strategy, or a user's filter
-            remarks.strategies[path] = (
-                chosen_by_base if is_kept else f"{chosen_by_base}, {chosen_by(path)}"
-            )
+            if is_kept:
+                remarks.strategies[path] = chosen_by_base
+            else:
+                remarks.strategies[path] = f"{chosen_by_base}, {chosen_by(path)}"
     return remarks
+
+
+def _joined_note(
+    own_note: str | None, base_note: str, base_name: str, *, was_sharded: bool, is_kept: bool
+) -> str:
+    """Joins the notes that a strategy and its ``base`` have of an array, as `remarks_on` says.
+
+    Args:
+      own_note: the note of the strategy; None without one.
+      base_note: the note of base.
+      base_name: the name of the strategy in base.
+      was_sharded: whether base shards the array.
+      is_kept: whether the strategy keeps the spec of base.
+    """
+    if own_note is None and (was_sharded or is_kept):
+        return base_note
+    if own_note is not None and was_sharded:
+        return own_note
+    if own_note == base_note:  # a note is not written twice
+        return base_note
+    why_whole = f"{base_name} leaves it whole: {base_note}"
+    return f"{own_note}; {why_whole}" if own_note else why_whole
 
 
 def activations_of(base: StateSharding | None) -> ActivationSharding:
@@ -470,8 +499,10 @@ def _shard_large(
         elif array.layers.is_ambiguous and not spec_axes_of(new_spec, mesh):
             notes[array.path] = ambiguous_layers(array)
         specs[array.path] = new_spec
-        is_any_sharded |= not spec_axes_of(new_spec, mesh).isdisjoint(axes)
-    if too_small and not is_any_sharded and math.prod(mesh.shape[axis] for axis in axes) > 1:
+        if not spec_axes_of(new_spec, mesh).isdisjoint(axes):
+            is_any_sharded = True
+    num_shards = math.prod(mesh.shape[axis] for axis in axes)
+    if too_small and not is_any_sharded and num_shards > 1:
         # The warning is for small models, which users try first. Small models would silently stay
         # replicated.
         largest = max(too_small, key=lambda array: (array.layer_size, array.name))
