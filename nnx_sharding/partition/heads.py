@@ -114,9 +114,11 @@ def _num_heads(module: nnx.Module, name: str, size: int) -> int | None:
     if len(counts) != 1:  # no number, or several that contradict each other
         return None
     [count] = counts
-    # If there were as many heads as outputs, each would have one feature, so the
-    # number counts something else.
-    return count if count and size % count == 0 and size > count else None
+    # The number counts something else if it does not divide the outputs. The same holds if there
+    # were as many heads as outputs, because each would have one feature.
+    if count == 0 or size % count or size <= count:
+        return None
+    return count
 
 
 def _numbers(module: nnx.Module) -> dict[str, int]:

@@ -129,7 +129,8 @@ def _make(
             if sharding is None or callable(sharding):
                 # The shardings depend on the model, so an abstract one is made first.
                 abstract = jit(build).eval_shape(*arrays)
-                sharding = (from_metadata if sharding is None else sharding)(abstract)
+                find_sharding = from_metadata if sharding is None else sharding
+                sharding = find_sharding(abstract)
             specs = Specs(sharding)
             check_specs(name, sharding=specs)
             # This is a `jit` whose program returns the model in these shardings. It is put together

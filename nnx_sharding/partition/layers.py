@@ -372,10 +372,14 @@ def _names(subject: object, rank: int) -> tuple[Any, ...]:
 
     ``()`` without such metadata, or if their number is not ``rank``.
     """
-    metadata = subject.get_metadata() if _compat.is_any_variable(subject) else {}
-    names = metadata.get("out_sharding")
-    names = names.partitions if isinstance(names, PartitionSpec) else names
-    return tuple(names) if isinstance(names, tuple | list) and len(names) == rank else ()
+    if not _compat.is_any_variable(subject):  # a bare array
+        return ()
+    names = subject.get_metadata().get("out_sharding")
+    if isinstance(names, PartitionSpec):
+        names = names.partitions
+    if not isinstance(names, tuple | list) or len(names) != rank:
+        return ()
+    return tuple(names)
 
 
 _NORMS = (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm, nnx.LayerNorm, nnx.RMSNorm)
@@ -386,9 +390,11 @@ def _shapes(layer: object) -> Mapping[str, Sequence[int | None]]:
 
     The mapping is empty for all other objects.
     """
-    kind: Any = type(layer)
-    cls = _layer_class(kind)
-    return {} if cls is None or not has_sizes(layer, cls) else _SHAPES[cls](layer)
+    layer_type: Any = type(layer)
+    cls = _layer_class(layer_type)
+    if cls is None or not has_sizes(layer, cls):
+        return {}
+    return _SHAPES[cls](layer)
 
 
 def has_sizes(layer: object, cls: type) -> bool:

@@ -65,9 +65,11 @@ def make_mesh(
     sizes = _filled(tuple(axes.values()), devices)
     devices = jax.devices() if devices is None else list(devices)
     names = tuple(axes)
-    types: Any = AxisType.Explicit if axis_types is None else axis_types
-    types = (types,) * len(names) if isinstance(types, AxisType) else tuple(types)
-    return Mesh(arrange_devices(sizes, devices), names, axis_types=types)
+    if axis_types is None:
+        axis_types = AxisType.Explicit
+    if isinstance(axis_types, AxisType):
+        axis_types = (axis_types,) * len(names)
+    return Mesh(arrange_devices(sizes, devices), names, axis_types=tuple(axis_types))
 
 
 def _filled(sizes: tuple[int, ...], devices: Sequence[jax.Device] | None) -> tuple[int, ...]:
@@ -331,11 +333,18 @@ def arrange_devices(sizes: Sequence[int], devices: Sequence[object]) -> np.ndarr
 
 def axes_across_slices(mesh: Mesh | AbstractMesh) -> set[str]:
     """Returns the axes along which devices are in different TPU slices; none without slices."""
-    # On GPUs, JAX's slice is a node, so it is not looked at.
-    if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "gpu":
+    if not isinstance(mesh, Mesh):  # an abstract mesh does not know its devices
         return set()
-    slices = np.vectorize(_slice, otypes=[int])(mesh.devices)
-    return {str(name) for i, name in enumerate(mesh.axis_names) if np.diff(slices, axis=i).any()}
+    # Devices of GPUs have a slice as well, but it is the number of their node.
+    if mesh.devices.flat[0].platform == "gpu":
+        return set()
+    slices = np.vectorize(_slice, otypes=[int])(mesh.devices)  # by device, in the mesh's shape
+    crossing: set[str] = set()
+    for dimension, name in enumerate(mesh.axis_names):
+        # A difference that is not 0 is between neighbours in different slices.
+        if np.diff(slices, axis=dimension).any():
+            crossing.add(str(name))
+    return crossing
 
 
 def _slice(device: object) -> int:
@@ -351,10 +360,12 @@ def _libtpu_environment() -> Iterator[None]:
     user has set are kept.
     """
     has_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
-    added = {} if has_tpu else {k: v for k, v in _WITHOUT_TPU.items() if k not in os.environ}
+    added = {}
+    if not has_tpu:
+        added = {name: value for name, value in _WITHOUT_TPU.items() if name not in os.environ}
     os.environ.update(added)
     try:
         yield
     finally:
-        for key in added:
-            os.environ.pop(key, None)
+        for name in added:
+            os.environ.pop(name, None)

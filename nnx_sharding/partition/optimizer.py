@@ -135,8 +135,8 @@ def optimizer_specs(
         ``P()``.
       parameters: the parameters of the model.
     """
-    states, replicated = _states_of(optimizer), PartitionSpec()
-    parameter_specs = {x.path: specs.get(x.path, replicated) for x in parameters}
+    states = _states_of(optimizer)
+    parameter_specs = {x.path: specs.get(x.path, PartitionSpec()) for x in parameters}
     return _follow_all(optimizer, states, parameter_specs, parameters)
 
 
@@ -241,11 +241,13 @@ class _Copies:
     """
 
     def __init__(self, optimizer: object):
+        """Finds the copies in an optimizer."""
         # The ids of modules that were visited. The ids are compared because the model in an
         # optimizer may refer to itself.
         seen = set[int]()
 
         def is_leaf(x: object) -> bool:
+            """Whether x is a State, or a module that was visited before; adds x to ``seen``."""
             is_seen = _compat.identity(x) in seen
             if _compat.is_node(x):
                 seen.add(_compat.identity(x))
@@ -273,23 +275,33 @@ def _with_owners(
     """Yields each Variable of an optimizer with its owner; None if it belongs to no parameter."""
     owners = {parameter.path: parameter for parameter in parameters}
     for state in states:
-        path = state.path
-        length = len(path)
-        copy_length = copies.length_around(path)
-        if copy_length is None:
-            # Outside of a copy, the owner's path may be any end of the path; the longest comes
-            # first. ``model/up/kernel`` of an nnx.ModelAndOptimizer belongs to ``up/kernel``.
-            candidates = (path[n:] for n in range(length + 1))
-        else:
-            # In a copy, the owner's path starts at the copy, and the last keys may be left out. In
-            # ``mu``, the state ``up/kernel/0`` belongs to ``up/kernel``. Keys in front of the
-            # optimizer come first if the model has them, too: ``gen/opt_state/0/mu/up/kernel``
-            # belongs to ``gen/up/kernel`` of the models {"gen": …, "disc": …}.
-            ends = range(length, copy_length - 1, -1)
-            starts = range(copy_length, -1, -1)
-            candidates = (path[:n] + path[copy_length:end] for end in ends for n in starts)
-        owner_path = next((candidate for candidate in candidates if candidate in owners), None)
-        yield state, None if owner_path is None else owners[owner_path]
+        candidates = _possible_owners(state.path, copies.length_around(state.path))
+        owner = next((owners[path] for path in candidates if path in owners), None)
+        yield state, owner
+
+
+def _possible_owners(path: Path, copy_length: int | None) -> Iterator[Path]:
+    """Yields the paths that the owner of state may have; the first one that exists is the owner's.
+
+    Args:
+      path: the path of the state in the optimizer.
+      copy_length: the number of keys at the start of the path that lead to a copy of the
+        parameters; None if the state is in no copy.
+    """
+    length = len(path)
+    if copy_length is None:
+        # Outside of a copy, the owner's path may be any end of the path; the longest comes first.
+        # ``model/up/kernel`` of an nnx.ModelAndOptimizer belongs to ``up/kernel``.
+        for start in range(length + 1):
+            yield path[start:]
+        return
+    # In a copy, the owner's path starts at the copy, and the last keys may be left out. In ``mu``,
+    # the state ``up/kernel/0`` belongs to ``up/kernel``. Keys in front of the optimizer come first
+    # if the model has them, too: ``gen/opt_state/0/mu/up/kernel`` belongs to ``gen/up/kernel`` of
+    # the models {"gen": …, "disc": …}.
+    for end in range(length, copy_length - 1, -1):
+        for num_in_front in range(copy_length, -1, -1):
+            yield path[:num_in_front] + path[copy_length:end]
 
 
 def _follow_layers(state: NamedVariable, owner: NamedVariable) -> Stacked:
@@ -299,7 +311,8 @@ def _follow_layers(state: NamedVariable, owner: NamedVariable) -> Stacked:
     # `_follow_entries` gets a flag for each dimension of the owner instead of an entry of a spec.
     is_layer = [d in owner.layers.dimensions for d in range(len(owner.shape))]
     followed = _follow_entries(state.shape, owner.shape, is_layer, state.path)
-    return owner.layers._replace(dimensions=tuple(d for d, mark in enumerate(followed) if mark))
+    dimensions = tuple(d for d, is_layer_of_state in enumerate(followed) if is_layer_of_state)
+    return owner.layers._replace(dimensions=dimensions)
 
 
 def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
@@ -358,11 +371,10 @@ def _follow_entries(
         # The memory of lbfgs has a dimension for the last steps in front: (steps, *owner_shape).
         return (*[None] * num_new, *entries)
     if num_new == 0:
-        are_same = [size == owner for size, owner in zip(shape, owner_shape, strict=True)]
+        triples = [*zip(shape, owner_shape, entries, strict=True)]
         # The optimizer has reduced over dimensions of size 1.
-        if all(is_same or size == 1 for is_same, size in zip(are_same, shape, strict=True)):
-            pairs = zip(are_same, entries, strict=True)
-            return tuple(entry if is_same else None for is_same, entry in pairs)
+        if all(size in (owner_size, 1) for size, owner_size, _ in triples):
+            return tuple(entry if size == owner else None for size, owner, entry in triples)
     # The optimizer has left out dimensions: the state (256,) of an owner (256, 1024) has dimension
     # 0. There may be several choices of dimensions. Choices with equal entries are one answer.
     possible = {

@@ -78,7 +78,8 @@ class NamedVariable(NamedTuple):
     @property
     def shape(self) -> Shape | None:
         """The shape of the arrays; None if they have different shapes."""
-        # This shortcut saves time, because nearly all have one array, and strategies ask often.
+        # The shortcut saves time, because nearly all Variables have one array, and strategies ask
+        # often.
         if len(self.shapes) == 1:
             return self.shapes[0]
         return self.shapes[0] if self.shapes.count(self.shapes[0]) == len(self.shapes) else None
@@ -153,7 +154,7 @@ class Listing(NamedTuple):
                 if child in seen:  # another path led to the object
                     continue
                 seen.add(child)
-            parts: Sequence[tuple[Path, Any]] = ()  # the parts of this one, by the path from it
+            parts: Sequence[tuple[Path, Any]] = ()  # the parts of the entry, by their path in it
             if isinstance(entry, NodeEntry):
                 yield tuple(map(plain_key, path)), child
                 pairs = zip(entry.keys, entry.children, strict=True)
