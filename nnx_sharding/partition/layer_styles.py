@@ -304,9 +304,11 @@ def _rules_of_user_class(
     """
     # 1. The subscripts of an einsum, such as "btd,dnh->btnh", and one kernel for it.
     subscripts = [x for x in attributes.values() if isinstance(x, str) and _SUBSCRIPTS.fullmatch(x)]
-    if len(subscripts) == 1 and (rule := _rule_of_einsum(subscripts[0], attributes, shapes)):
-        yield rule
-        return
+    if len(subscripts) == 1:
+        rule = _rule_of_einsum(subscripts[0], attributes, shapes)  # None without one kernel for it
+        if rule is not None:
+            yield rule
+            return
     # 2. Matrices (a, b) and (b, a). All of them shard the size b, columns in dimension -1 and rows
     # in dimension -2, so either both rules can be used or none.
     columns, rows = _pairs(shapes)
@@ -332,30 +334,51 @@ def _rules_of_user_class(
     # The name of the class, or of the module, tells what a matrix is for if it is the only one.
     is_alone = len(matrices) == 1 and not paired and not _POSITIONS.search(class_name)
     has_modules = any(isinstance(x, nnx.Module) for x in attributes.values())
-    for name, shape in matrices.items():
-        # 3. A table of words: (words, features), or (features, words) in an output layer. There are
-        # more words than features. Both dimensions are styles, the words first.
-        if len(shape) == 2 and _is_table(name, class_name if is_alone else ""):
-            words, features = (-2, -1) if shape[0] >= shape[1] else (-1, -2)
-            yield [Style("vocabulary", {name: words}), Style("features", {name: features})]
-            continue
-        # 4. The only kernel of a module without modules in it: a linear layer. The layer's name is
-        # the name of the module. That is not known here, so the rule is a function of the module
-        # and its name.
-        if is_alone and not has_modules and not _POSITIONS.search(name):
-            biases = {other: size for other, size in shapes.items() if other != name and size}
-            yield functools.partial(_kernel_styles, name, shape, biases)
-            continue
-        # 5. The parameter has the name of a layer, once an affix that says "parameter" is removed:
-        # ``w_up`` → ``up``.
-        layer_name = _AFFIXES.sub("", name.lower())
-        # A gate next to kernels of experts, which have a dimension more, is the router of the
-        # experts. A router stays whole.
-        is_router = layer_name == "gate" and any(
-            len(other) > len(shape) for other in shapes.values()
+    for name in matrices:
+        rule = _rule_of_matrix(
+            name,
+            shapes,
+            class_name=class_name if is_alone else "",
+            is_only_kernel=is_alone and not has_modules,
         )
-        if layer_name in _COLUMNS | _ROWS and not is_router:
-            yield _kernel_styles(name, shape, biases={}, _=None, name=layer_name)
+        if rule is not None:
+            yield rule
+
+
+def _rule_of_matrix(
+    name: str, shapes: Mapping[str, Shape], class_name: str, *, is_only_kernel: bool
+) -> Rule | None:
+    """Returns the rule of a matrix by its name or its place: rules 3 to 5 of the module docstring.
+
+    None if neither tells what the matrix is for.
+
+    Args:
+      name: the name of the matrix.
+      shapes: the shapes of all parameters of the module, by name.
+      class_name: the name of the class of the module; empty if the module has several matrices.
+      is_only_kernel: whether the module has no other matrix and holds no module.
+    """
+    shape = shapes[name]
+    # 3. A table of words: (words, features), or (features, words) in an output layer. There are
+    # more words than features. Both dimensions are styles, the words first.
+    if len(shape) == 2 and _is_table(name, class_name):
+        words, features = (-2, -1) if shape[0] >= shape[1] else (-1, -2)
+        return [Style("vocabulary", {name: words}), Style("features", {name: features})]
+    # 4. A linear layer. The layer's name is the name of the module. That is not known here, so the
+    # rule is a function of the module and its name.
+    if is_only_kernel and not _POSITIONS.search(name):
+        others = {other: x for other, x in shapes.items() if other != name and x != ()}
+        return functools.partial(_kernel_styles, name, shape, others)
+    # 5. The parameter has the name of a layer, once an affix that says "parameter" is removed:
+    # ``w_up`` → ``up``.
+    layer_name = _AFFIXES.sub("", name.lower())
+    # A gate next to kernels of experts, which have a dimension more, is the router of the experts.
+    # A router stays whole.
+    has_experts = any(len(other) > len(shape) for other in shapes.values())
+    is_router = layer_name == "gate" and has_experts
+    if layer_name in _COLUMNS | _ROWS and not is_router:
+        return _kernel_styles(name, shape, others={}, _=None, name=layer_name)
+    return None
 
 
 def _rule_of_einsum(
@@ -411,8 +434,10 @@ def _pairs(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:
         if num_inputs == num_outputs or (*experts, num_outputs, num_inputs) not in shapes.values():
             continue
         # A row leads back from the hidden features, so it has more inputs than outputs.
-        is_row = name in _ROWS or (num_inputs > num_outputs and name not in _COLUMNS)
-        (rows if is_row else columns).append(name)
+        if name in _ROWS or (num_inputs > num_outputs and name not in _COLUMNS):
+            rows.append(name)
+        else:
+            columns.append(name)
     return columns, rows
 
 
@@ -436,7 +461,7 @@ def _is_table(parameter: str, class_name: str) -> bool:
 
 
 def _kernel_styles(
-    parameter: str, shape: Shape, biases: Mapping[str, Shape], _: Any, name: str
+    parameter: str, shape: Shape, others: Mapping[str, Shape], _: Any, name: str
 ) -> Sequence[Style]:
     """Lists the ways to shard a kernel of a user's class as a linear layer, best first.
 
@@ -444,22 +469,25 @@ def _kernel_styles(
       parameter: the name of the kernel.
       shape: (…, in, out); (in, heads, features) and (heads, features, out) if the name says so; or
         (out, in) if a bias has the size of the first dimension only.
-      biases: the shapes of other parameters, by name. One of them may be added to the outputs.
+      others: the shapes of other parameters, by name. One of them may be added to the outputs.
       _: the module, which each rule gets; it is not needed here.
       name: the name of the layer.
     """
     if len(shape) == 3 and _TO_HEADS.fullmatch(name):  # ``q_proj``: (in, heads, features)
         # A bias (heads, features) has the heads in dimension -2, as the kernel has them.
-        head_biases = [bias for bias, size in biases.items() if size == shape[1:]]
+        head_biases = [other for other, other_shape in others.items() if other_shape == shape[1:]]
         return [Style("heads", {parameter: -2, **dict.fromkeys(head_biases, -2)})]
     if len(shape) == 3 and _FROM_HEADS.fullmatch(name):  # ``o_proj``: (heads, features, out)
         return [Style("row", {parameter: -3}), Style("row", {parameter: -2})]
-    vectors = {bias: size[0] for bias, size in biases.items() if len(size) == 1}
+    vector_sizes = {other: x[0] for other, x in others.items() if len(x) == 1}
     # A bias has the number of outputs as its size, which tells (out, in) from (in, out).
-    is_transposed = shape[-2] in vectors.values() and shape[-1] not in vectors.values()
+    sizes = {*vector_sizes.values()}
+    is_transposed = shape[-2] in sizes and shape[-1] not in sizes
     input_dim, output_dim = (-1, -2) if is_transposed else (-2, -1)
     output_biases = [
-        bias for bias, size in vectors.items() if size == shape[output_dim] and "bias" in bias
+        other
+        for other, size in vector_sizes.items()
+        if size == shape[output_dim] and "bias" in other
     ]
     # If outputs are sharded, so is the only dimension of a bias, -1. If inputs are, it is whole.
     column = Style("column", {parameter: output_dim, **dict.fromkeys(output_biases, -1)})

@@ -142,7 +142,7 @@ def tensor_parallel(
     before = base_specs("tensor_parallel", parameters, base, mesh)
     known = {_key_of(parameter.path, parameter.variable): parameter for parameter in parameters}
     sharded = _ShardedLayers(mesh, axes, before)
-    # Inner layers come first, so that the rule of attention replaces those of its linear layers.
+    # Inner layers come first, so that the rule of attention replaces the rules of its layers.
     for layer in _layers(listing, known):
         sharded.add(layer, _parameters_of(layer, listing, known))
     specs, notes = sharded.specs, sharded.notes(parameters)
@@ -224,8 +224,10 @@ class _ShardedLayers:
                 self._covered.add(parameter.path)
         if style is None:
             sizes_tried = _sizes_tried(usable_styles, parameters)
-            if sizes := {size for size in sizes_tried if size % self.num_shards}:
-                self._undivided.update({x.path: sizes for x in parameters.values()})
+            undivided = {size for size in sizes_tried if size % self.num_shards}
+            if undivided:
+                for parameter in parameters.values():
+                    self._undivided[parameter.path] = undivided
             return
         if style.row_layer is not None:
             path = parameters[style.deciding].path
@@ -271,20 +273,19 @@ def _warn_of_large(
       notes: by path, why a parameter is replicated; sharded parameters have no note.
       axes: the axes of the strategy.
     """
-    sizes = {  # in elements
-        parameter.path: sum(math.prod(shape) for shape in parameter.shapes)
-        for parameter in parameters
+    sizes: dict[Path, int] = {}  # in elements
+    for parameter in parameters:
         # Caches and other state do not count. Bare arrays count, because they are the parameters of
         # a model without Variables.
-        if not _compat.is_any_variable(parameter.variable)
-        or isinstance(parameter.variable, nnx.Param)
-    }
+        is_variable = _compat.is_any_variable(parameter.variable)
+        if not is_variable or isinstance(parameter.variable, nnx.Param):
+            sizes[parameter.path] = sum(math.prod(shape) for shape in parameter.shapes)
     total = sum(sizes.values())
-    large = [
-        path
-        for path, size in sizes.items()
-        if path in notes and size >= _LARGE_SIZE and size > _LARGE_SHARE * total
-    ]
+    large = []
+    for path, size in sizes.items():
+        is_large = size >= _LARGE_SIZE and size > _LARGE_SHARE * total
+        if is_large and path in notes:  # a parameter with a note is replicated
+            large.append(path)
     if not large:
         return
     lines = []
@@ -437,8 +438,8 @@ def _sizes_tried(styles: Sequence[Style], parameters: Mapping[str, NamedVariable
     sizes = set()
     for style in styles:
         parameter, index = parameters[style.deciding], style.dimensions[style.deciding]
-        # The index counts the dimensions of one layer, `dimension` those of the array. It is None
-        # if stacked layers are ambiguous.
+        # The index counts the dimensions of one layer, and `dimension` counts the dimensions of the
+        # array. The dimension is None if stacked layers are ambiguous.
         dimension = None if index is None else parameter.dimension(index)
         if dimension is not None and parameter.shape is not None:
             sizes.add(parameter.shape[dimension])
