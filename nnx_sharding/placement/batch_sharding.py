@@ -13,8 +13,8 @@ anything.
 
 `BatchSharding` is used in this order (``global_batches.py``): the constructor gets the first batch;
 ``arrays`` checks each batch and ``count`` counts its rows; ``set_size`` gets the number of rows of
-a full batch, once, before the first batch is placed; and ``place`` assembles a batch of which all
-rows of this process are there. ``full_arrays`` is a shortcut for all checks.
+a full batch, once, before the first batch is placed; and ``place`` assembles a batch that has all
+rows of this process. ``full_arrays`` is a shortcut for all checks.
 
 From other modules: `Specs` is the user's prefix of specs, with all its leaves in ``written``.
 `assign_shardings` turns such a prefix into the sharding of each array, or raises an error.
@@ -157,7 +157,7 @@ def _rows_sharding(sharding: Sharding) -> Sharding:
 
 def _num_parts(sharding: Sharding) -> int:
     """Returns the number of parts into which the rows are sharded."""
-    # Every spec divides so many rows, because its number of parts divides that of the devices.
+    # The spec divides so many rows, because the number of its parts divides the number of devices.
     num_rows = sharding.num_devices
     rows_of_part = int(_rows_sharding(sharding).shard_shape((num_rows,))[0])
     return num_rows // rows_of_part
@@ -272,16 +272,9 @@ class BatchSharding:
         self.leaves: list[Leaf] = []
         self._with_rows: list[tuple[str, Sharding]] = []
         for name, sharding, array in zip(names, shardings, arrays, strict=True):
-            # A leaf with a sharding is an array, because `_check_arrays` has refused all others.
-            has_rows = sharding is not None and array.ndim > 0
-            unchecked_row = None
-            if has_rows and isinstance(array, np.ndarray):
-                # If JAX changes the dtype, as by default with 64 bits, each array is checked,
-                # because integers may be too large for 32 bits.
-                is_dtype_kept = array.dtype == jax.dtypes.canonicalize_dtype(array.dtype)
-                unchecked_row = (array.dtype, array.shape[1:]) if is_dtype_kept else None
-            self.leaves.append(Leaf(name, sharding, _kind(array), has_rows, unchecked_row))
-            if sharding is not None and has_rows:
+            leaf = _leaf_of(name, sharding, array)
+            self.leaves.append(leaf)
+            if sharding is not None and leaf.has_rows:
                 self._with_rows.append((name, sharding))
         if not self._with_rows:
             leaves_text = ", ".join(map(str, self.leaves)) or "it is empty"
@@ -323,7 +316,7 @@ class BatchSharding:
         return values
 
     def arrays(self, batch: Any) -> list[HostArray]:
-        """Returns the leaves of a batch as host arrays, checked to be like those of the first one.
+        """Returns the leaves of a batch as host arrays, if they are like the first batch's.
 
         Leaves that are passed through are returned as they are.
 
@@ -338,24 +331,39 @@ class BatchSharding:
         if treedef == self._treedef and all(map(Leaf.needs_no_check, self.leaves, values)):
             return values
         # 1. The structure has to be the same.
-        names = [leaf.name for leaf in self.leaves]
         if treedef != self._treedef:
-            new_names = _names(jax.tree_util.tree_flatten_with_path(batch)[0])
-            lines = [f"  {name}: new" for name in new_names if name not in names]
-            lines += [f"  {name}: missing" for name in names if name not in new_names]
-            raise_if_any(
-                ValueError,
-                f"{_NAME}: the structure of this batch differs from that of the first one:",
-                lines or [f"  {treedef}, in the first batch {self._treedef}"],
-            )
+            self._refuse_structure(batch, treedef)
         # 2. All leaves have to be arrays, except those that are passed through.
         arrays = [
             value if leaf.sharding is None else _as_host_array(value)
             for value, leaf in zip(values, self.leaves, strict=True)
         ]
+        names = [leaf.name for leaf in self.leaves]
         _check_arrays(names, arrays, [leaf.sharding for leaf in self.leaves])
-        # 3. Shapes and dtypes have to be those of the first batch, and JAX has to hold all
+        # 3. Shapes and dtypes have to be the same as in the first batch, and JAX has to hold all
         # integers.
+        self._check_kinds(arrays)
+        return arrays
+
+    def _refuse_structure(self, batch: Any, treedef: PyTreeDef) -> None:
+        """Raises a ValueError for a batch with another structure, ``treedef``, than the first."""
+        leaves_with_path, _ = jax.tree_util.tree_flatten_with_path(batch)
+        new_names = _names(leaves_with_path)
+        names = [leaf.name for leaf in self.leaves]
+        lines = [f"  {name}: new" for name in new_names if name not in names]
+        lines += [f"  {name}: missing" for name in names if name not in new_names]
+        raise_if_any(
+            ValueError,
+            f"{_NAME}: the structure of this batch differs from that of the first one:",
+            # Without new or missing names, containers differ, such as a list and a tuple.
+            lines or [f"  {treedef}, in the first batch {self._treedef}"],
+        )
+
+    def _check_kinds(self, arrays: Sequence[HostArray]) -> None:
+        """Raises a ValueError for other shapes or dtypes than in the first batch.
+
+        Integers that do not fit the dtype that JAX gives them are an error as well.
+        """
         changed: list[str] = []
         too_large: list[str] = []
         for array, leaf in zip(arrays, self.leaves, strict=True):
@@ -382,7 +390,6 @@ class BatchSharding:
             too_large,
             "Set jax_enable_x64, or make them smaller.",
         )
-        return arrays
 
     def count(self, arrays: Sequence[HostArray]) -> int:
         """Returns the number of rows that this process has of a batch.
@@ -417,11 +424,7 @@ class BatchSharding:
             different leaves.
         """
         if size is None:
-            # If this process has 2 of 4 parts of the rows and has loaded 6 rows, there are 12.
-            num_parts = _num_parts(self.rows)
-            # The parts of a process are its rows in a batch with one row for each part.
-            own_parts = len(rows_by_process(self.rows, num_parts)[jax.process_index()])
-            size = math.ceil(loaded * num_parts / own_parts)
+            size = self._size_for(loaded)
         self.size = size
         # The next size that can be divided for all leaves, for the message.
         all_parts = [_num_parts(sharding) for _, sharding in self._with_rows]
@@ -454,6 +457,16 @@ class BatchSharding:
             "Shard the first dimension of all leaves alike, and replicate in the step.",
         )
 
+    def _size_for(self, loaded: int) -> int:
+        """Returns the least number of rows of all processes that the rows of this one fit into.
+
+        If this process has 2 of 4 parts of the rows and has ``loaded`` 6 rows, there are 12.
+        """
+        num_parts = _num_parts(self.rows)
+        # The parts of a process are its rows in a batch with one row for each part.
+        own_parts = len(rows_by_process(self.rows, num_parts)[jax.process_index()])
+        return math.ceil(loaded * num_parts / own_parts)
+
     def _kinds_in_full_batch(self) -> list[tuple[np.dtype[Any], tuple[int, ...]] | None]:
         """Returns the value for ``_full_kinds``; ``own_rows`` has to be set."""
         kinds: list[tuple[np.dtype[Any], tuple[int, ...]] | None] = []
@@ -482,8 +495,10 @@ class BatchSharding:
         positions, shardings, common = self._placed, self._shardings, self._common
         if mask is not None:  # the mask is placed with the arrays, as one more leaf with rows
             leaves.append(mask)
-            positions, shardings = [*positions, len(arrays)], [*shardings, self.rows]
-            common = common if common == self.rows else None
+            positions = [*positions, len(arrays)]
+            shardings = [*shardings, self.rows]
+            if common != self.rows:
+                common = None
         own_arrays = [leaves[index] for index in positions]  # (own rows, …), or () for a number
         # With one process, `device_put` does the same as the other function, and is a tenth faster.
         if jax.process_count() == 1:
@@ -501,6 +516,25 @@ class BatchSharding:
             return self._treedef.unflatten(leaves)
         *leaves, global_mask = leaves
         return self._treedef.unflatten(leaves), global_mask
+
+
+def _leaf_of(name: str, sharding: Sharding | None, array: Any) -> Leaf:
+    """Returns the facts about a leaf of the first batch.
+
+    Args:
+      name: the place of the leaf in the batch.
+      sharding: the sharding of the leaf; None if it is passed through.
+      array: the array. A ``TypeError`` in its place is possible only without a sharding, because
+        `_check_arrays` has refused all others.
+    """
+    has_rows = sharding is not None and array.ndim > 0
+    unchecked_row = None
+    if has_rows and isinstance(array, np.ndarray):
+        # If JAX changes the dtype, as by default with 64 bits, each array is checked, because
+        # integers may be too large for 32 bits.
+        is_dtype_kept = array.dtype == jax.dtypes.canonicalize_dtype(array.dtype)
+        unchecked_row = (array.dtype, array.shape[1:]) if is_dtype_kept else None
+    return Leaf(name, sharding, _kind(array), has_rows, unchecked_row)
 
 
 def _are_equal(rows: Mapping[int, Rows], other_rows: Mapping[int, Rows]) -> bool:

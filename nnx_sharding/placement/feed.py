@@ -72,7 +72,8 @@ class Feed(Generic[T]):
             if self._ready:
                 self._change.notify_all()  # the thread may wait for room
                 return self._ready.popleft()
-            error, self._error = self._error, None  # an error is raised once
+            error = self._error
+            self._error = None  # an error is raised once
         try:
             raise StopIteration if error is None else error
         finally:

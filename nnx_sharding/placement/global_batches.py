@@ -139,14 +139,14 @@ class GlobalBatches(Iterator[Loaded]):
         rows = sharding.count(arrays)
         # A batch without rows is left out only if this process is alone. Otherwise other processes
         # may have rows, and this one has to run the step as well, with padding.
-        if not rows and options.is_alone:
+        if rows == 0 and options.is_alone:
             if options.uneven == "error":
                 raise ValueError(
                     f"{_NAME}: batch {self._count} (from 0) has no rows. uneven='drop' leaves it "
                     "out."
                 )
             return None
-        if not sharding.size:  # this is the first batch that is not left out
+        if sharding.size == 0:  # this is the first batch that is not left out
             sharding.set_size(options.batch_size, rows, is_alone=options.is_alone)
         num_full = len(sharding.own_rows)
         if rows > num_full:
