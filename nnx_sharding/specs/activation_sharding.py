@@ -165,11 +165,17 @@ class InOutSharding:
         return hash((self._leaves, self.method, self.axis_types, self.schedule))
 
     def __repr__(self) -> str:
-        given = [] if self.output is None else [repr(self.output)]
-        given += [] if self.input is None else [f"input={self.input!r}"]
-        given += [] if self.method == "__call__" else [f"method={self.method!r}"]
-        given += [f"axis_types=AxisType.{self.axis_types.name}"] if self.axis_types else []
-        given += [f"schedule={self.schedule!r}"] if self.schedule else []
+        given = []
+        if self.output is not None:
+            given.append(repr(self.output))
+        if self.input is not None:
+            given.append(f"input={self.input!r}")
+        if self.method != "__call__":
+            given.append(f"method={self.method!r}")
+        if self.axis_types is not None:
+            given.append(f"axis_types=AxisType.{self.axis_types.name}")
+        if self.schedule is not None:
+            given.append(f"schedule={self.schedule!r}")
         return f"InOutSharding({', '.join(given)})"
 
 
@@ -269,7 +275,7 @@ class ActivationSharding:
             strict=strict,
             prefetch=checked_prefetch("ActivationSharding", prefetch),
         )
-        assert len(self._predicates) == len(pairs)  # made here, so that wrong filters raise here
+        _ = self._predicates  # raises a `TypeError` if one is not a filter
 
     @functools.cached_property
     def _predicates(self) -> tuple[Predicate, ...]:

@@ -79,7 +79,8 @@ def spelling_hint(filter_: object, keys: Iterable[object]) -> str:
     names = list(map(str, keys))
     words = _words(filter_)  # the keys that the filter names
     # Globs come first, because nearly every glob is a valid regular expression for other paths.
-    if isinstance(filter_, PathRegex) and (hint := glob_hint(filter_.text)):
+    hint = glob_hint(filter_.text) if isinstance(filter_, PathRegex) else ""
+    if hint:
         return f".{hint.removesuffix('.')}"  # the hint is a sentence, and the caller ends it
     # The suggestion for the first word that is close to a key, such as `; did you mean 'kernel'?`.
     suggestions = [suggestion(word, names) for word in words if word not in names]
@@ -105,7 +106,8 @@ def without_first_keys(filter_: object, paths: Collection[Path]) -> str:
       paths: the paths of the Variables that the filter is for.
     """
     if isinstance(filter_, tuple):
-        return next(filter(None, (without_first_keys(part, paths) for part in filter_)), "")
+        part_texts = (without_first_keys(part, paths) for part in filter_)
+        return next((text for text in part_texts if text), "")
     if type(filter_) is nnx.filterlib.PathIn:  # a strategy makes `Paths`, which nobody rewrites
         # Each path of the filter without its first keys, in all lengths.
         ends = {path[start:] for path in filter_.paths for start in range(1, len(path))}
@@ -113,7 +115,7 @@ def without_first_keys(filter_: object, paths: Collection[Path]) -> str:
         return repr(nnx.filterlib.PathIn(found)) if found else ""
     if not isinstance(filter_, PathPattern):
         return ""
-    texts = [*map(path_string, paths)]
+    path_texts = [*map(path_string, paths)]
     flags = getattr(filter_.pattern, "flags", 0)
     for slash in _slashes(filter_.text):
         end = filter_.text[slash + 1 :]
@@ -122,7 +124,7 @@ def without_first_keys(filter_: object, paths: Collection[Path]) -> str:
             # The rest has to match from the start of the path, because the keys that were left out
             # would come before it.
             match = re.compile(pattern._regex(), flags).match
-            if any(match(text) and not _starts_with_any(match, text) for text in texts):
+            if any(match(text) and not _starts_with_any(match, text) for text in path_texts):
                 return repr(pattern)
     return ""
 
@@ -147,8 +149,11 @@ def _slashes(pattern: str) -> Iterator[int]:
     depth = 0  # the number of parentheses around the position
     # The matches are escapes and brackets as a whole, so that what is in these is not counted.
     for match in re.finditer(r"\\.|\[[^\]]*\]|[(/)]", pattern):
-        depth += {"(": 1, ")": -1}.get(match[0], 0)
-        if match[0] == "/" and not depth:
+        if match[0] == "(":
+            depth += 1
+        elif match[0] == ")":
+            depth -= 1
+        elif match[0] == "/" and depth == 0:
             yield match.start()
 
 
@@ -183,8 +188,12 @@ def shadowed(count: int, matches: Iterable[Sequence[int]]) -> dict[int, tuple[in
     deciding: dict[int, set[int]] = {number: set() for number in range(count)}
     for numbers in matches:
         for number in numbers:
-            deciding[number].add(numbers[0])
-    return {number: tuple(sorted(by)) for number, by in deciding.items() if number not in by}
+            deciding[number].add(numbers[0])  # the first filter that matches decides
+    return {
+        number: tuple(sorted(deciders))
+        for number, deciders in deciding.items()
+        if number not in deciders
+    }
 
 
 def subject_text(subject: object) -> str:

@@ -133,7 +133,8 @@ def fit_sharding(
         corrections += refused
         dropped = {axis for problem in refused for axis in problem.axes}
         problems = [problem for problem in problems if dropped.isdisjoint(problem.axes)]
-        spec = keep_axes(spec, set(mesh.axis_names) - dropped) if dropped else spec
+        if dropped:
+            spec = keep_axes(spec, set(mesh.axis_names) - dropped)
     # 2. Dimensions that are left to the compiler.
     if not unconstrained:
         problems += [
@@ -142,11 +143,11 @@ def fit_sharding(
             if entry is PartitionSpec.UNCONSTRAINED
         ]
     # 3. The shape. The sizes of the axes are known only if the mesh has all of them.
-    if shape is not None and not problems and len(spec) > len(shape):
-        problems.append(_too_long(spec, shape))
-    elif shape is not None and not problems:
+    if shape is not None and not problems:
         indivisible = list(_indivisible(spec, mesh.shape, shape))
-        if on_indivisible == "error":
+        if len(spec) > len(shape):
+            problems.append(_too_long(spec, shape))
+        elif on_indivisible == "error":
             problems += indivisible
         elif indivisible:
             corrections += indivisible
@@ -213,7 +214,7 @@ def _too_long(spec: PartitionSpec, shape: Sequence[int]) -> Mismatch:
     """Returns the mismatch of a spec that has more entries than a shape has dimensions."""
     if not shape:
         return Mismatch("a scalar has no dimension to shard; its spec is P()", "rank")
-    rank = f"{len(shape)} dimension{'s' * (len(shape) > 1)}"
+    rank = "1 dimension" if len(shape) == 1 else f"{len(shape)} dimensions"
     return Mismatch(f"the spec has {len(spec)} entries, the array {rank}", "rank")
 
 
@@ -399,7 +400,9 @@ def without_reductions(sharding: Any) -> Any:
 
 def explicit_part(sharding: Any) -> NamedSharding | None:
     """Returns the part of a sharding over Explicit axes, which is in an array's type; else None."""
-    axes = axes_of_type(sharding.mesh, AxisType.Explicit) if spec_and_mesh(sharding) else ()
+    if not isinstance(sharding, NamedSharding):
+        return None
+    axes = axes_of_type(sharding.mesh, AxisType.Explicit)
     return NamedSharding(sharding.mesh, keep_axes(sharding.spec, axes)) if axes else None
 
 
