@@ -170,31 +170,48 @@ class Search:
             # The text of the variant has the form "8 microbatches, remat=True, batch 64".
             texts = (options, variant.name, batch_text)
             candidate = dataclasses.replace(candidate, variant=", ".join(filter(None, texts)))
-            try:
-                prediction = predict(candidate, arguments, self.axes, self.num_slices)
-            except Exception as error:
-                self.ruled_out[candidate.name] = f"{type(error).__name__}: {error}"
-                continue
-            # A candidate that does not fit counts, too, because `remedies` starts from the one that
-            # needs least.
-            if self.smallest is None or prediction.arguments < self.smallest.memory.arguments:
-                self.smallest = Needs(candidate, variant, MemoryNeed(prediction.arguments))
-            # Equal shardings of equal steps compile to equal programs.
-            program = (variant.text, candidate.rows, prediction.key)
-            first_name = self._first_of.setdefault(program, candidate.name)
-            if first_name != candidate.name:
-                self.ruled_out[candidate.name] = f"shards everything like {first_name}"
-                continue
-            argument_bytes = prediction.arguments
-            if self.limit is not None and argument_bytes > self.limit:
-                why = f"the arguments take {bytes_text(argument_bytes)} on each device"
-                self.ruled_out[candidate.name] = why
+            prediction = self._predict_or_rule_out(candidate, variant, arguments)
+            if prediction is None:  # the candidate is in `ruled_out`
                 continue
             products = self._products_of(variant)
             if products is not None:
                 products = products.times(growth)
             self._add_predicted(candidate, variant, arguments.args, prediction, products)
             family[start.rows].append(candidate.name)
+
+    def _predict_or_rule_out(
+        self, candidate: Candidate, variant: Variant, arguments: Arguments
+    ) -> Prediction | None:
+        """Predicts what a candidate needs; rules it out, and returns None, if that says why.
+
+        Also notes the candidate with the smallest arguments in ``smallest``.
+
+        Args:
+          candidate: the candidate, with its shardings.
+          variant: the variant of the step.
+          arguments: the arguments of the step, with the rows of the candidate.
+        """
+        try:
+            prediction = predict(candidate, arguments, self.axes, self.num_slices)
+        except Exception as error:
+            self.ruled_out[candidate.name] = f"{type(error).__name__}: {error}"
+            return None
+        argument_bytes = prediction.arguments
+        # A candidate that does not fit counts, too, because `remedies` starts from the one that
+        # needs least.
+        if self.smallest is None or argument_bytes < self.smallest.memory.arguments:
+            self.smallest = Needs(candidate, variant, MemoryNeed(argument_bytes))
+        # Equal shardings of equal steps compile to equal programs.
+        program = (variant.text, candidate.rows, prediction.key)
+        first_name = self._first_of.setdefault(program, candidate.name)
+        if first_name != candidate.name:
+            self.ruled_out[candidate.name] = f"shards everything like {first_name}"
+            return None
+        if self.limit is not None and argument_bytes > self.limit:
+            why = f"the arguments take {bytes_text(argument_bytes)} on each device"
+            self.ruled_out[candidate.name] = why
+            return None
+        return prediction
 
     def _add_predicted(
         self,
@@ -340,22 +357,17 @@ class Search:
         """
         # 1. Rule out candidates, and add others. This changes `programs` and `entries`.
         self.rule_out_failing(reports)
-        comparison = Comparison(reports, self.limit) if reports else None
-        fitting = () if comparison is None else comparison.fitting
-        if comparison is not None and self.maximize:
-            self._add_batches(comparison)
-        elif comparison is not None:
-            self._rule_out_slow(comparison)
-            if fitting:
-                self._add_prefetch(comparison)
-            else:
-                self._add_less_memory(comparison)
+        is_any_fitting = False
+        if reports:
+            comparison = Comparison(reports, self.limit)
+            is_any_fitting = bool(comparison.fitting)
+            self._adapt(comparison)
         if not self.programs:
             return None
         # 2. Choose. If nothing fits although half of the programs that may be compiled were
         # started, the candidate with the smallest arguments is next, whatever its time.
         corrections = _Corrections(self.entries, reports)
-        by_memory = not fitting and self._has_started_half
+        by_memory = not is_any_fitting and self._has_started_half
 
         def order(name: str) -> tuple[float, ...]:
             """Returns the sort key of a candidate; the smallest is compiled first.
@@ -375,6 +387,17 @@ class Search:
 
         # `min` returns the candidate that was added first if several are equal.
         return min(self.programs, key=order)
+
+    def _adapt(self, comparison: Comparison) -> None:
+        """Rules out candidates, and adds others, by the programs that were compiled so far."""
+        if self.maximize:
+            self._add_batches(comparison)
+            return
+        self._rule_out_slow(comparison)
+        if comparison.fitting:
+            self._add_prefetch(comparison)
+        else:
+            self._add_less_memory(comparison)
 
     @property
     def _has_started_half(self) -> bool:
@@ -397,7 +420,8 @@ class Search:
         for name in comparison.reports:
             # `add` rules out candidates whose arguments do not fit, so here the activations do not
             # fit, and a variant with fewer activations may.
-            if self.memory_need(name, comparison.reports) and self._claim_variation(name):
+            memory = self.memory_need(name, comparison.reports)  # None for other failures
+            if memory is not None and self._claim_variation(name):
                 entry = self.entries[name]
                 rows = entry.candidate.rows
                 self._add_variants(entry, with_less_memory(entry.variant, rows))
@@ -553,36 +577,44 @@ class Search:
             # `add` lists no candidate that it rules out. Those that were ruled out later are never
             # compiled, so the reports need not have them.
             eligible = {*names} - self.ruled_out.keys()
+            are_all_compiled = bool(eligible) and eligible.issubset(comparison.reports)
             fitting_names = sorted({*names} & fitting)
-            is_compiled = (
-                bool(eligible) and comparison.reports.keys() >= eligible
-            )  # with all options
             if fitting_names and rows > largest_fitting:
                 largest_fitting, fitting_name = rows, fitting_names[0]
             # Rows fail only if all of their options were compiled and none fits.
-            elif not fitting_names and is_compiled:
+            elif not fitting_names and are_all_compiled:
                 smallest_failing = min(smallest_failing, rows)
         next_rows: float
         if not best:
             next_rows = smallest_failing // 2 if smallest_failing % 2 == 0 else 0
         elif largest_fitting and self.limit is not None:
-            # All memory but the arguments is taken to grow with the batch. The next batch is this
-            # one times the largest power of two with which the estimate fits. Twice the rows are
-            # tried even if they seem not to fit, because this is an estimate.
-            memory: Any = comparison.compiled[
-                fitting_name
-            ].memory  # not None, because the program fits
-            argument_bytes = memory.arguments or 0
-            available, growing = self.limit - argument_bytes, memory.peak - argument_bytes
-            growth = max(available, 1) / max(growing, 1)
-            next_rows = largest_fitting * 2 ** max(1, int(math.log2(growth)))
+            memory = comparison.compiled[fitting_name].memory
+            next_rows = largest_fitting * _growth_in_memory(memory, self.limit)
             # Rows with an empty list are skipped: `add` has ruled out their candidates.
             while next_rows >= smallest_failing or names_by_rows.get(int(next_rows)) == []:
                 next_rows //= 2
         else:
             next_rows = best
-        is_new = largest_fitting < next_rows < smallest_failing
-        return int(next_rows) if is_new and next_rows >= best else 0
+        is_between = largest_fitting < next_rows < smallest_failing
+        if not is_between or next_rows < best:
+            return 0
+        return int(next_rows)
+
+
+def _growth_in_memory(memory: Any, limit: int) -> int:
+    """Returns how many times the rows of a batch are predicted to fit: a power of two, 2 or more.
+
+    All memory but the arguments is taken to grow with the batch. The result is 2 even if twice the
+    rows seem not to fit, because this is an estimate.
+
+    Args:
+      memory: the memory in the report of a program that fits, so its ``peak`` is known.
+      limit: the bytes of a device.
+    """
+    argument_bytes = memory.arguments or 0
+    available, growing = limit - argument_bytes, memory.peak - argument_bytes
+    growth = max(available, 1) / max(growing, 1)
+    return int(2 ** max(1, int(math.log2(growth))))
 
 
 def _recipe(
@@ -643,6 +675,7 @@ class _Corrections:
         entries: Mapping[str, PredictedCandidate],
         reports: Mapping[str, ProgramReport | Failure],
     ):
+        """Compares the reports of compiled programs with their predictions."""
         self._bytes: dict[str, int] = {}
         # Group of candidates → resource → the ratios of its members. A candidate belongs to three
         # groups (`_groups`).
