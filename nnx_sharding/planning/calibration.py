@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,8 @@ def calibrate(
             f"{', '.join(sorted(kinds)) or 'none'}."
         )
     [kind] = kinds
-    mesh, clock = Mesh(np.array(devices), ("device",)), _Clock(time_limit)
+    mesh = Mesh(np.array(devices), ("device",))
+    clock = _Clock(time_limit)
     peak = HARDWARE.get(kind)  # None if the kind is unknown
     side = side or _side_in_time(clock, mesh, dtype)
     # Name of a measured figure → how it was measured.
@@ -103,24 +104,28 @@ def calibrate(
     # Measure the memory: adding 1 reads and writes all of an array that is larger than any cache.
     large = _ones_on_each(mesh, (max(4 * side**2, 2**22),), jnp.float32)
     add_seconds = clock.median_seconds(jax.jit(lambda x: x + 1), large)
-    memory_bandwidth = 2 * large.nbytes / mesh.size / add_seconds
-    # Measure the interconnect.
-    latency, interconnect = None, math.inf if peak is None else peak.interconnect_bandwidth
+    bytes_of_device = large.nbytes / mesh.size
+    memory_bandwidth = 2 * bytes_of_device / add_seconds
+    # Measure the interconnect. A single device has none, so the figure of its kind counts.
     if len(devices) > 1:
-        latency, interconnect, num_sizes = _fit_interconnect(clock, mesh, side)
-        fitted = f"{made_with}, {num_sizes} of {_SIZES} sizes"
+        interconnect = _fit_interconnect(clock, mesh, side)
+        fitted = f"{made_with}, {interconnect.num_sizes} of {_SIZES} sizes"
         sources |= {"interconnect_bandwidth": fitted, "latency": fitted}
+    else:
+        bandwidth = math.inf if peak is None else peak.interconnect_bandwidth
+        interconnect = _Interconnect(latency=None, bandwidth=bandwidth, num_sizes=0)
     # If a device does not report its memory, that of its kind counts, or a part of the host's.
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
     memory_bytes = host_bytes if peak is None else peak.memory_bytes
+    reported = devices[0].memory_stats() or {}  # None on CPUs
     measured = Hardware(
         name=f"{kind if peak is None else peak.name}, measured {datetime.date.today()}",
         flops=flops,
-        memory_bytes=(devices[0].memory_stats() or {}).get("bytes_limit", memory_bytes),
+        memory_bytes=reported.get("bytes_limit", memory_bytes),
         memory_bandwidth=memory_bandwidth,
-        interconnect_bandwidth=interconnect,
+        interconnect_bandwidth=interconnect.bandwidth,
         sources=sources,
-        latency=latency,
+        latency=interconnect.latency,
     )
     # Measure how far estimates by these figures are off.
     errors = [*_errors_of_steps(clock, mesh, side=side, dtype=dtype, hardware=measured)]
@@ -204,22 +209,27 @@ def _measure_flops(clock: _Clock, mesh: Mesh, side: int, dtype: Any) -> float:
     return _CHAIN * 2 * side**3 / seconds
 
 
-def _fit_interconnect(clock: _Clock, mesh: Mesh, side: int) -> tuple[float | None, float, int]:
+class _Interconnect(NamedTuple):
+    """The figures of the links between devices."""
+
+    latency: float | None  # in seconds; None if noise hides it, or with one measured size only
+    bandwidth: float  # the bytes per second that a device sends
+    num_sizes: int  # the number of sizes of all-gathers that were measured
+
+
+def _fit_interconnect(clock: _Clock, mesh: Mesh, side: int) -> _Interconnect:
     """Fits ``seconds = latency + bytes / bandwidth`` to all-gathers of several sizes.
 
     The largest all-gather collects 4 ``side`` ** 2 numbers of 4 bytes on each device, but a MiB at
     least.
-
-    Returns:
-      A tuple: the latency in seconds, or None if noise hides it or there was time for one size
-      only; the bytes per second that a device sends; and the number of sizes that were measured.
 
     Raises:
       ValueError: larger all-gathers take no more time than smaller ones.
     """
     # Replicating a sharded array is an all-gather and nothing else.
     all_gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
-    # A device has 1 / mesh.size of the gathered numbers; 2**18 numbers of 4 bytes are a MiB.
+    # Lengths are the numbers that one device has: 1 / mesh.size of the gathered ones. A MiB has
+    # 2**18 numbers of 4 bytes. The shortest shard, of 64 numbers, takes nearly the latency alone.
     longest = max(4 * side**2, 2**18) // mesh.size
     *shorter_lengths, longest = np.geomspace(64, longest, _SIZES).astype(int).tolist()
     # Both sides of the equation are divided by the seconds, 1 = latency / seconds + …, so that
@@ -235,13 +245,17 @@ def _fit_interconnect(clock: _Clock, mesh: Mesh, side: int) -> tuple[float | Non
             rows.append((1 / seconds, sent / seconds))
     if len(rows) == 1:
         [(_, bytes_per_second)] = rows  # the seconds include the latency
-        return None, bytes_per_second, 1
+        return _Interconnect(latency=None, bandwidth=bytes_per_second, num_sizes=1)
     latency, seconds_per_byte = np.linalg.lstsq(np.array(rows), np.ones(len(rows)))[0].tolist()
     if seconds_per_byte <= 0:
         raise ValueError(
             f"calibrate: side={side} is too small: larger all-gathers take no more time than small."
         )
-    return latency if latency > 0 else None, 1 / seconds_per_byte, len(rows)
+    return _Interconnect(
+        latency=latency if latency > 0 else None,  # noise may make it negative
+        bandwidth=1 / seconds_per_byte,
+        num_sizes=len(rows),
+    )
 
 
 def _errors_of_steps(

@@ -96,13 +96,15 @@ class Axes(NamedTuple):
             # The role "" does not exist, so the error below refuses a wrong number of names.
             names = {"": names} if roles is None else dict(zip(roles, names_in_order, strict=True))
         by_role = {role: axes_of(name) for role, name in names.items()}
-        are_right = all(
-            role in cls._fields and (len(axes) == 1 or (role == "model" and axes))
-            for role, axes in by_role.items()
-        )
-        axes = Axes(**{role: axes for role, axes in by_role.items() if role in cls._fields})
+        known_roles = {role: axes for role, axes in by_role.items() if role in cls._fields}
+        axes = Axes(**known_roles)
         every_name = [*itertools.chain(*axes)]
-        if not are_right or len({*every_name}) < len(every_name):
+        are_different = len({*every_name}) == len(every_name)
+        # A role without an axis is wrong as well: the user gave it None or ().
+        have_right_number = all(
+            len(x) == 1 or (role == "model" and len(x) > 1) for role, x in known_roles.items()
+        )
+        if len(known_roles) < len(by_role) or not have_right_number or not are_different:
             raise ValueError(
                 "plan: axes must be the names of the data and the model axis, as in ('data', "
                 "'model'), or different names by role, as in {'data': 'dp', 'model': ('x', 'y')}, "
@@ -206,6 +208,7 @@ class Arguments:
     """
 
     def __init__(self, args: Sequence[Any], names: Sequence[str]):
+        """Finds the batch in the arguments, and the layers and experts of the models in them."""
         self.args, self._names = tuple(args), names
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(
             self.args, is_leaf=_compat.is_graph_object
@@ -216,10 +219,11 @@ class Arguments:
 
         # Find the batch. All other arrays are replicated.
         arrays = [part for part in self.parts.values() if not _compat.is_graph_object(part)]
-        counts = Counter(filter(None, map(_rows, arrays)))
+        arrays_with_rows = [array for array in arrays if _rows(array) > 0]
+        counts = Counter(map(_rows, arrays_with_rows))  # first dimension → how many arrays have it
         # If several first dimensions are equally frequent, the largest one is that of the batch.
         self.rows = max(counts, key=lambda rows: (counts[rows], rows), default=0)
-        batch = [array for array in arrays if self.rows and _rows(array) == self.rows]
+        batch = [array for array in arrays_with_rows if _rows(array) == self.rows]
         largest: Any = max(batch, key=lambda array: math.prod(array.shape), default=None)
         shape: tuple[int, ...] = (1,) if largest is None else largest.shape
         self.length: int = shape[1] if len(shape) > 1 else 1
@@ -234,7 +238,8 @@ class Arguments:
             layered += by_path.values()
         self.layers = sorted({layers.length for layers in layered if isinstance(layers, Stack)})
         self.stages = sorted({len(layers) for layers in layered})
-        self.experts = next(filter(None, map(_experts, models)), 0)
+        # The first model with experts tells their number.
+        self.experts = next((number for number in map(_experts, models) if number), 0)
         # All recipes share this cache, because many chains begin with the same calls.
         self._shardings: dict[Any, StateSharding] = {}
 
@@ -298,14 +303,8 @@ class Arguments:
           offloaded: whether the state of optimizers is on the host.
         """
         recipe = _Recipe(mesh, self._shardings)
-        # The recipe makes a sharding for each optimizer, with its model, and for each model without
-        # an optimizer.
-        pairs: list[tuple[str, str | None]] = []  # (name of a model, name of its optimizer)
-        pairs += [(model, optimizer) for optimizer, model in self._model_of_optimizer.items()]
-        with_optimizer = {*self._model_of_optimizer.values()}
-        pairs += [(name, None) for name in self._models() if name not in with_optimizer]
         names: dict[str, str] = {}  # part → the name of its sharding in the recipe
-        for model_name, optimizer_name in pairs:
+        for model_name, optimizer_name in self._models_with_optimizers():
             optimizer: _NamedArgument | None = None
             chain = calls
             if optimizer_name is None:
@@ -338,6 +337,18 @@ class Arguments:
             lines=recipe.lines,
             text=repr(jax.tree_util.tree_unflatten(self._tree, expressions)),
         )
+
+    def _models_with_optimizers(self) -> list[tuple[str, str | None]]:
+        """Lists pairs of names: each optimizer after its model, and each other model with None.
+
+        A model with several optimizers is in several pairs.
+        """
+        pairs: list[tuple[str, str | None]] = []
+        for optimizer, model in self._model_of_optimizer.items():
+            pairs.append((model, optimizer))
+        with_optimizer = {*self._model_of_optimizer.values()}
+        pairs += [(model, None) for model in self._models() if model not in with_optimizer]
+        return pairs
 
     def _spec_of_array(self, array: Any, batch: PartitionSpec) -> PartitionSpec | None:
         """Returns the spec of an array outside of modules; None replicates it.
@@ -417,7 +428,8 @@ class _Recipe:
         chain = chain or [(replicated, {})]
         key: tuple[Any, ...] = (self._mesh, model.text)  # the loop appends the calls so far
         for i, (strategy, options) in enumerate(chain):
-            keywords, texts = dict[str, Any](), [model.text, "mesh=mesh"]
+            keywords: dict[str, Any] = {}  # the options of the call that are not in `options`
+            texts = [model.text, "mesh=mesh"]  # all arguments of the call, as code
             if i > 0:  # each statement of a chain assigns to the same name, as `made` does
                 keywords["base"] = self.made[name]
                 texts.append(f"base={name}")
@@ -669,8 +681,10 @@ def applies(strategy: str, sizes: Mapping[str, int], axes: Axes) -> bool:
         return bool(axes.in_mesh(sizes, *roles, least=2))
 
     used_roles = {STYLES[style] for style in styles}
-    if any(has_devices(role) != (role in used_roles) for role in STYLES.values()):
-        return False
+    for role in STYLES.values():
+        is_used = role in used_roles
+        if has_devices(role) != is_used:
+            return False
     if has_devices("ring") and "context" not in used_roles:  # a ring is an option of "context"
         return False
     if data == "dp":  # dp shards no parameters, so it needs no axis

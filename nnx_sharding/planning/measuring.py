@@ -97,7 +97,8 @@ class Runner(NamedTuple):
             if any(x.is_deleted() for x in _arrays(args)):
                 args = None  # frees the memory for the new arguments
                 return self._mean_seconds(self.make_args(), calls=1)
-            return self._mean_seconds(args, calls=max(2, min(_CALLS, int(_TURN_S / first_seconds))))
+            calls_in_turn = int(_TURN_S / first_seconds)
+            return self._mean_seconds(args, calls=max(2, min(_CALLS, calls_in_turn)))
 
     def _mean_seconds(self, args: Any, *, calls: int) -> float:
         """Returns the mean seconds of calls that are in flight together, as in training.
@@ -131,7 +132,8 @@ def run_in_rounds(
       candidate that has failed does not run again.
     """
     results: dict[str, list[float] | Failure] = {name: [] for name in runners}
-    order, shuffle = [*runners], random.Random(0).shuffle
+    order = [*runners]
+    shuffle = random.Random(0).shuffle  # the same orders in each search
     running = [""]  # the name of the candidate whose turn it is, for the progress line
     num_turns = (1 + rounds) * len(order)
     with progress("plan: measuring", num_turns, running=lambda: running, quiet=quiet) as advance:

@@ -37,7 +37,9 @@ def memory_need(report: ProgramReport | Failure, arguments: int) -> MemoryNeed |
       arguments: the predicted bytes of the arguments, which count if there is no report.
     """
     if isinstance(report, Failure):
-        return _memory_need_of_refused(report.error, arguments) if lacks_memory(report) else None
+        if not lacks_memory(report):
+            return None
+        return _memory_need_of_refused(report.error, arguments)
     memory = report.memory
     if memory is None or memory.peak is None or memory.arguments is None:
         return None
@@ -63,11 +65,12 @@ def _memory_need_of_refused(error: str, arguments: int) -> MemoryNeed:
     contain the arguments. This was seen with a quarter of the batch, which fits: its peak is a
     quarter of these temporaries, plus its arguments.
     """
-    if temporaries := temporaries_needed(error):
-        return MemoryNeed(arguments, temporaries, is_refused=True)
-    if used := _USED.search(error):  # the second form has the bytes of all arrays
-        return MemoryNeed(arguments, max(_bytes(used[1]) - arguments, 0), is_refused=True)
-    return MemoryNeed(arguments, is_refused=True)
+    rest: int | None = temporaries_needed(error) or None
+    if rest is None:
+        used = _USED.search(error)  # the second form has the bytes of all arrays
+        if used is not None:
+            rest = max(_bytes(used[1]) - arguments, 0)
+    return MemoryNeed(arguments, rest, is_refused=True)
 
 
 def temporaries_needed(error: str) -> int | None:

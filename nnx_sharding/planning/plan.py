@@ -129,8 +129,11 @@ class PlanningResult(Pictured):
 
         None if there is no best candidate, or no bound of the other times is known.
         """
-        best = None if self.best is None else _seconds(self.comparison.figures[self.best.name])
-        return None if best is None or self.least is None else max(0.0, 1 - self.least / best)
+        best = self.best
+        if best is None or self.least is None:
+            return None
+        seconds = _seconds(self.comparison.figures[best.name])
+        return None if seconds is None else max(0.0, 1 - self.least / seconds)
 
     @property
     def ruled_out(self) -> Mapping[str, str]:
@@ -151,7 +154,8 @@ class PlanningResult(Pictured):
             yield from (f"  {line}" for line in self.remedies)
             return
         yield f"best: {self.best.name}"
-        if (seconds := self.comparison.measured.get(self.best.name)) is not None:
+        seconds = self.comparison.measured.get(self.best.name)
+        if seconds is not None:
             estimate = self.comparison.figures[self.best.name]["roofline"]
             by_roofline = "" if estimate is None else f"; by its roofline {time_text(estimate)}"
             count = len(self.comparison.measured)
@@ -167,24 +171,31 @@ class PlanningResult(Pictured):
         """Yields the summary, and why each of the other compiled candidates is not the best."""
         yield from self.summary()
         best = "" if self.best is None else self.best.name
-        figures, reports = self.comparison.figures, self.comparison.reports
-        others = [name for name in reports if name != best]
+        others = [name for name in self.comparison.reports if name != best]
         if others:
             yield "why not:"
         for name in others:
-            report, limit = reports[name], self.comparison.memory_limit
-            if isinstance(report, Failure):
-                error = textwrap.shorten(report.error, 300, placeholder=" …")
-                why = f"{'does not fit' if lacks_memory(report) else 'failed'}: {error}"
-            elif not self.comparison.fits(name):
-                why = f"needs {bytes_text(figures[name]['peak'])} of {bytes_text(limit)}"
-            else:
-                # `_slower` gets empty figures if there is no best candidate to compare with.
-                why = _slower(figures[name], figures.get(best, {}))
-                # `bound_by` is the resource that takes most of the time, such as "memory".
-                bound_by = getattr(report.roofline, "bound_by", None)
-                why = f"{why}, bound by {bound_by}" if bound_by else why
-            yield f"  {name}: {why}"
+            yield f"  {name}: {self._why_not(name, best)}"
+
+    def _why_not(self, name: str, best: str) -> str:
+        """Returns the reason why a compiled candidate is not the best.
+
+        Args:
+          name: the name of the candidate.
+          best: the name of the best candidate; empty if there is none.
+        """
+        figures, report = self.comparison.figures, self.comparison.reports[name]
+        if isinstance(report, Failure):
+            error = textwrap.shorten(report.error, 300, placeholder=" …")
+            return f"{'does not fit' if lacks_memory(report) else 'failed'}: {error}"
+        if not self.comparison.fits(name):
+            limit = bytes_text(self.comparison.memory_limit)
+            return f"needs {bytes_text(figures[name]['peak'])} of {limit}"
+        # `_slower` gets empty figures if there is no best candidate to compare with.
+        why = _slower(figures[name], figures.get(best, {}))
+        # `bound_by` is the resource that takes most of the time, such as "memory".
+        bound_by = getattr(report.roofline, "bound_by", None)
+        return f"{why}, bound by {bound_by}" if bound_by else why
 
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields what ``print`` shows: the table of candidates, and the summary below it."""
@@ -442,7 +453,7 @@ def _compiled(
     # `Search.pick` has called this before, but programs may have failed since the last pick.
     search.rule_out_failing(compiled.reports)
     failures = _failures_to_trace(compiled.reports)
-    if len(failures) == len(compiled.reports) > 0:
+    if failures and len(failures) == len(compiled.reports):
         raise _error_of_step(failures, search)
     return compiled
 
@@ -491,7 +502,8 @@ def _measured(comparison: Comparison, search: Search, count: int, *, quiet: bool
     """
     if not count:
         return comparison
-    runners, ranked = {}, _ranked(comparison, search)
+    ranked = _ranked(comparison, search)
+    runners: dict[str, Runner] = {}
     for name in ranked.fitting[:count]:
         entry = search.entries[name]
         variant = entry.variant
@@ -544,10 +556,14 @@ def _rank(name: str, comparison: Comparison, search: Search) -> tuple[Any, ...]:
     if not comparison.fits(name):
         # `memory_need` also knows the memory of programs that the compiler refused.
         memory = search.memory_need(name, comparison.reports)
-        return (True, math.inf if memory is None or memory.peak is None else memory.peak)
+        peak = None if memory is None else memory.peak
+        return (True, math.inf if peak is None else peak)
     rows = search.entries[name].candidate.rows if search.maximize else 0
-    ranking = (figures[column] for column in _RANKED_BY)
-    return (False, -rows, *(math.inf if figure is None else figure for figure in ranking))
+    ranking: list[float] = []
+    for column in _RANKED_BY:
+        figure = figures[column]
+        ranking.append(math.inf if figure is None else figure)
+    return (False, -rows, *ranking)
 
 
 _RANKED_BY: tuple[Column, ...] = ("measured", "roofline", "bytes_sent", "peak")

@@ -127,7 +127,8 @@ def products_in(equations: Iterable[JaxprEqn]) -> Products:
         name, params = equation.primitive.name, equation.params
         operands: list[Any] = [x.aval for x in equation.invars]
         results: list[Any] = [x.aval for x in equation.outvars]
-        if flops := _product_flops(name, params, [*operands, *results]):
+        flops = _product_flops(name, params, [*operands, *results])
+        if flops:
             summands.append(
                 Products(
                     flops=flops,
@@ -348,10 +349,11 @@ class _Sums:
             self._add_arrays(sharding, part)
             return
         rows = sharding_rows(listing_of(part).flat, sharding, self.mesh)
-        if faults := [f"{row.path}: {row.why}" for row in rows if row.is_fault]:
+        faults = [f"{row.path}: {row.why}" for row in rows if row.is_fault]
+        if faults:
             raise ValueError("these specs do not fit: " + "; ".join(faults))
         self.bytes += sum(row.bytes_per_device for row in rows if not _is_on_host(row))
-        self.key += [tuple((*self._axes_of_row(row), row.memory_kind) for row in rows)]
+        self.key.append(tuple((*self._axes_of_row(row), row.memory_kind) for row in rows))
         # Candidates may differ in the shardings of activations only.
         self.key.append(sharding.activations)
         # Devices update the state of an optimizer where it is, so they send nothing for it.
@@ -363,12 +365,14 @@ class _Sums:
 
     def _add_arrays(self, sharding: Sharding | PartitionSpec | None, part: Any) -> None:
         """Adds the memory of arrays outside of modules, such as the batch; they are not sent."""
-        spec, mesh = spec_and_mesh(sharding, self.mesh) or (PartitionSpec(), self.mesh)
+        pair = spec_and_mesh(sharding, self.mesh)
+        spec, mesh = (PartitionSpec(), self.mesh) if pair is None else pair
+        is_on_host = _is_on_host(sharding)
         for array in jax.tree.leaves(part):
             if hasattr(array, "shape"):
                 shape = NamedSharding(mesh, spec).shard_shape(array.shape)
-                self.key.append((*self._axes_by_dimension(spec, shape), _is_on_host(sharding)))
-                if not _is_on_host(sharding):
+                self.key.append((*self._axes_by_dimension(spec, shape), is_on_host))
+                if not is_on_host:
                     self.bytes += math.prod(shape) * array.dtype.itemsize
 
     def _add_layers(self, sharding: StateSharding, rows: Sequence[ShardingRow]) -> None:
@@ -473,13 +477,7 @@ class _Sums:
         axes_of_dims = self._axes_of_row(row)
         sharding_axes = {axis for axes in axes_of_dims for axis in axes}
         # `expert`, `stage` and `model` are the axes that shard the parameter during the whole step.
-        # An axis for experts belongs to `expert` only if it shards the dimension of experts,
-        # because it shards other parameters in the way of an axis for data.
-        expert: set[str] = set()
-        if "expert" in self.styles:
-            for axes, size in zip(axes_of_dims, row.shape, strict=True):
-                if size == self.arguments.experts:
-                    expert |= {*axes} & {*self.axes.expert}
+        expert = self._axes_over_experts(row.shape, axes_of_dims)
         stage = {*self.axes.stage} & sharding_axes
         model = {*self.axes.model} & sharding_axes
         held: float = row.bytes_total / self._product(expert | stage | model)
@@ -495,14 +493,14 @@ class _Sums:
             sent.append(gathers_and_scatter + all_reduce)
             held /= shards
         within, between = sent
-        times = 1
+        times_in_step = 1
         if self.schedule is not None and stage:
             # Each tick uses the layers of a stage. But 1F1B (``interleaves``) adds up the gradients
             # of parameters that are not sharded over `data`, and reduces them once.
             is_reduced_once = self.schedule.interleaves and data.isdisjoint(sharding_axes)
-            times = 1 if is_reduced_once else self.schedule.ticks
-        self.sent_within += times * within
-        self.sent_between += times * between
+            times_in_step = 1 if is_reduced_once else self.schedule.ticks
+        self.sent_within += times_in_step * within
+        self.sent_between += times_in_step * between
         if len(row.shape) > 1 and (expert or model):
             self._add_activations(
                 row,
@@ -511,6 +509,25 @@ class _Sums:
                 model=model,
                 num_stages=self._product(stage),
             )
+
+    def _axes_over_experts(
+        self, shape: Sequence[int], axes_of_dims: Sequence[tuple[str, ...]]
+    ) -> set[str]:
+        """Returns the axes for experts that shard the dimension of experts of a parameter.
+
+        The set is empty for other parameters, although an axis for experts may shard them: it does
+        so in the way of an axis for data.
+
+        Args:
+          shape: the shape of the parameter.
+          axes_of_dims: the axes that shard each dimension of it.
+        """
+        over_experts: set[str] = set()
+        if "expert" in self.styles:
+            for size, axes in zip(shape, axes_of_dims, strict=True):
+                if size == self.arguments.experts:
+                    over_experts.update(axis for axis in axes if axis in self.axes.expert)
+        return over_experts
 
     def _add_activations(
         self,

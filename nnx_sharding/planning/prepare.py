@@ -87,7 +87,10 @@ def prepare(
     # 2. Pair strategies and meshes.
     with on_topology(topology, num_slices):
         target = DEFAULT.get()  # the topology and its slices; None for the devices of this machine
-        count = devices or (len(topology_devices(*target)) if target else jax.device_count())
+        if devices is not None:
+            count = devices
+        else:
+            count = jax.device_count() if target is None else len(topology_devices(*target))
         # If the user names no strategies, all chains that suit the models are tried.
         functions = functions or dict.fromkeys(strategies_of(arguments, count))
         if meshes is None:

@@ -41,7 +41,8 @@ def remedies(search: Search, reports: Mapping[str, ProgramReport | Failure]) -> 
         return
     candidate, variant, memory = smallest
     arguments, rows = memory.arguments, candidate.rows
-    rest, is_known = memory.rest or 0, memory.rest is not None
+    is_known = memory.rest is not None
+    rest = memory.rest or 0  # 0 if it is unknown
     # More memory.
     source = " (by the compiler's error)" if memory.is_refused and is_known else ""
     size = bytes_text(arguments + rest) if is_known else f"at least {bytes_text(arguments)}"
@@ -78,7 +79,8 @@ def _candidate_with_least(
     """Finds the candidate that needs least, by the compiled programs, or without them by shapes."""
     needs = []
     for name in reports:
-        if memory := search.memory_need(name, reports):
+        memory = search.memory_need(name, reports)
+        if memory is not None:
             entry = search.entries[name]
             needs.append(Needs(entry.candidate, entry.variant, memory))
 

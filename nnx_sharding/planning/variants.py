@@ -94,7 +94,8 @@ def variants_of(
       ValueError: an option has no list of values; there is no function; or ``remat`` is an option,
         and no argument has a ``Stack``.
     """
-    if wrong := [name for name, values in grid.items() if isinstance(values, str) or not [*values]]:
+    wrong = [name for name, values in grid.items() if isinstance(values, str) or not [*values]]
+    if wrong:
         raise ValueError(f"plan: variants: expected lists of values for {', '.join(wrong)}.")
     variants = []
     steps = step if isinstance(step, Mapping) else {"": step}  # one function needs no name
@@ -124,12 +125,16 @@ def with_less_memory(variant: Variant, rows: int) -> Iterator[Variant]:
     """
     parameters = _parameters(variant.fun)
     parameter = parameters.get("microbatches")
-    default = getattr(parameter, "default", None)
+    default: Any = getattr(parameter, "default", None)
     counts = [default]
-    if "microbatches" not in variant.chosen and type(default) is int and default > 0 and rows:
-        counts += [default * times for times in (2, 4, 8) if rows % (default * times) == 0]
+    # `type` leaves out True, which counts as 1.
+    is_count = type(default) is int and default > 0
+    if is_count and rows and "microbatches" not in variant.chosen:
+        larger_counts = [2 * default, 4 * default, 8 * default]
+        counts += [count for count in larger_counts if rows % count == 0]
     policies: list[Any] = [None]  # None keeps the policies of the user's stacks
-    if "remat" not in variant.chosen and any(not stack.remat for stack in _stacks(variant.args)):
+    keeps_activations = any(not stack.remat for stack in _stacks(variant.args))
+    if keeps_activations and "remat" not in variant.chosen:
         policies.append(True)
     for count, policy in itertools.product(counts, policies):
         changes = {} if count == default else {"microbatches": count}
