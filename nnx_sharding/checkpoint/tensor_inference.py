@@ -56,7 +56,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from flax import nnx
@@ -163,16 +163,8 @@ def match_tensors(
 
         # 3. Raise an error for tensors and arrays without a match, or with several.
         problems = by_kind(matching.problems({*arrays}))
-        remedy = "Say what is not inferred by rules={pattern: path, Tensor or None}."
-        unmatched = [type(arrays[path].variable) for path in matching.unmatched_arrays({*arrays})]
-        if any(issubclass(x, nnx.Variable) and not issubclass(x, nnx.Param) for x in unmatched):
-            remedy += (
-                " Caches and other Variables that are no parameters are left out by only=nnx.Param,"
-                " here and in load_safetensors."
-            )
-        if any(_OF_QUANTISED.fullmatch(name) for name in tensors):  # rules would not help
-            remedy = "The file is quantised, but only numbers without scales can be loaded."
-        raise_if_any(CheckpointError, head, problems, remedy)
+        unmatched = [arrays[path].variable for path in matching.unmatched_arrays({*arrays})]
+        raise_if_any(CheckpointError, head, problems, _remedy(tensors, unmatched))
 
         # 4. Check that the rules fill each array completely, and once; raise an error otherwise.
         result = TensorRules({**given_rules, **matching.rules()}, matching.matches)
@@ -180,6 +172,24 @@ def match_tensors(
         paths = {array.path for array in all_arrays}
         fill_by_rules(head, read_rules(_MATCH, result), tensors, leaves, paths, cast=True)
     return result
+
+
+def _remedy(tensors: Iterable[str], unmatched: Iterable[object]) -> str:
+    """Returns the last lines of an error about tensors and arrays without a rule: what to do.
+
+    Args:
+      tensors: the names of all tensors in the file.
+      unmatched: the Variables, or bare arrays, that no tensor may fill.
+    """
+    if any(_OF_QUANTISED.fullmatch(name) for name in tensors):  # rules would not help
+        return "The file is quantised, but only numbers without scales can be loaded."
+    remedy = "Say what is not inferred by rules={pattern: path, Tensor or None}."
+    if any(isinstance(x, nnx.Variable) and not isinstance(x, nnx.Param) for x in unmatched):
+        remedy += (
+            " Caches and other Variables that are no parameters are left out by only=nnx.Param,"
+            " here and in load_safetensors."
+        )
+    return remedy
 
 
 @dataclasses.dataclass
@@ -192,7 +202,8 @@ class _Fit:
       sources: the numbers of the tensors that fill it: several if they are stacked in the array.
       by_order: for each order that matrices of the file may have, all ways in which the tensors
         fit; empty for stacked tensors of different shapes.
-      ways: the ways that are left after `_agree_on_order` and `_agree_on_stacks`; empty before.
+      ways: the ways that are left after `_set_ways_by_order` and `_drop_ways_by_stack`; empty
+        before.
     """
 
     link: Link
@@ -290,6 +301,9 @@ class _Matching:
         self._links = links.links
         self._note_ambiguous_names(links)
         self._choose_ways(in_any_order)
+        # The table has the order of the file, as the rules have.
+        order = {group.template.text: index for index, group in enumerate(self._tensors)}
+        self.matches.sort(key=lambda match: order[match.tensor])
 
     def _note_ambiguous_names(self, links: Links) -> None:
         """Adds lines for arrays that several groups of tensors may fill, by their names.
@@ -318,43 +332,41 @@ class _Matching:
         ``in_any_order`` has the paths of kernels whose dimensions may be in any order.
         """
         fits = [fit for link in self._links for fit in _fits(link, in_any_order)]
-        _agree_on_order(fits)  # sets the `ways` of each fit
-        _agree_on_stacks(fits)  # removes some of them
+        _set_ways_by_order(fits)
+        _drop_ways_by_stack(fits)
         for fit in fits:
-            source = fit.tensor_names[0]
             self._settled |= {fit.path, *fit.tensor_names}
             way = fit.chosen_way()  # None if no way fits, or several do
             if way is not None:
                 self._add_rule(fit, way)
+                self._add_match(fit, way)
             elif fit.ways:
                 possible = " or ".join(repr(way.tensor.dimensions) for way in fit.ways)
-                self._ambiguous.append(f"  {fit.path}: {source} as {possible}")
+                self._ambiguous.append(f"  {fit.path}: {fit.tensor_names[0]} as {possible}")
             else:
-                count = f" of {len(fit.sources)}" if len(fit.sources) > 1 else ""  # if stacked
-                line = f"  {source}, shape {fit.tensor_shape}{count}: "
-                line += f"{fit.path}, shape {fit.array_shape}"
-                # The tensor has queries, keys and values in turns in the rows of each head. If the
-                # array has no dimension for heads, shapes do not tell their number, so the user
-                # gets a hint.
-                if fit.link.parts and fit.link.tensors.template.part == QKV_BY_HEAD:
-                    line += '; an array without heads needs "(h p d) in -> in (h d)", h=…, p=3'
-                self._misfits.append(line)
+                self._misfits.append(_line_of_misfit(fit))
 
     def _add_rule(self, fit: _Fit, way: Candidate) -> None:
-        """Adds the rule of an array, and a row of the table for the first array of its template.
+        """Adds the rule of an array to the rules of each of its tensors.
 
         Args:
           fit: the array and its tensors.
           way: the way in which the tensors fill it.
         """
-        link = fit.link
-        template, path = link.tensors.template.text, link.path(fit.numbers)
-        tensor = way.rule(path)
+        tensor = way.rule(fit.link.path(fit.numbers))
         # A fused tensor fills several arrays, so it is in several links, and gets several rules.
-        by_numbers = self._rules.setdefault(template, {})
+        by_numbers = self._rules.setdefault(fit.link.tensors.template.text, {})
         for numbers in fit.sources:
             by_numbers.setdefault(numbers, {})[fit.path] = tensor
-        key = template, link.arrays.template.text, tensor.dimensions
+
+    def _add_match(self, fit: _Fit, way: Candidate) -> None:
+        """Adds a row of the table for an array, unless an array of its template has the same row.
+
+        The arguments are those of :meth:`_add_rule`.
+        """
+        link = fit.link
+        template, path = link.tensors.template.text, link.path(fit.numbers)
+        key = template, link.arrays.template.text, way.rule(path).dimensions
         if key in self._keys_of_matches:
             return
         self._keys_of_matches.add(key)
@@ -399,8 +411,8 @@ class _Matching:
         # Arrays that nothing fills, each with up to three unmatched tensors of the same size.
         unmatched_arrays: list[str] = []
         for path, shape in self.unmatched_arrays(wanted).items():
-            alike = names_by_size.get(math.prod(shape), [])[:3]
-            hint = f"; of this size: {' or '.join(alike)}" if alike else ""
+            of_same_size = names_by_size.get(math.prod(shape), [])[:3]
+            hint = f"; of this size: {' or '.join(of_same_size)}" if of_same_size else ""
             unmatched_arrays.append(f"  {path}, shape {shape}{hint}")
         return {
             "Arrays without a tensor": unmatched_arrays,
@@ -429,7 +441,7 @@ class _Matching:
         return f"  {name}, shape {group.shapes[numbers]}"
 
     def rules(self) -> dict[str, Rule]:
-        r"""Returns the rules of all tensors, in the order of the file, and sorts the table alike.
+        r"""Returns the rules of all tensors, by pattern, in the order of the file.
 
         If all tensors of a template have the same rule, the pattern is ``h\.(\d+)\.up``. If some
         layers differ, such as every fourth one, each name has a rule of its own, ``h\.3\.up``.
@@ -453,11 +465,21 @@ class _Matching:
                 rules[_pattern(template)] = _rule(first_rules)
                 continue
             for numbers, by_path in by_numbers.items():
-                tensors = [_without_groups(*item, numbers) for item in by_path.items()]
+                tensors = [_with_numbers(path, x, numbers) for path, x in by_path.items()]
                 rules[re.escape(group.names[numbers])] = _rule(tensors)
-        order = {group.template.text: index for index, group in enumerate(self._tensors)}
-        self.matches.sort(key=lambda match: order[match.tensor])
         return rules
+
+
+def _line_of_misfit(fit: _Fit) -> str:
+    """Returns the line of an error about an array that its tensors fill in no way."""
+    count = f" of {len(fit.sources)}" if len(fit.sources) > 1 else ""  # of tensors to stack
+    line = f"  {fit.tensor_names[0]}, shape {fit.tensor_shape}{count}: "
+    line += f"{fit.path}, shape {fit.array_shape}"
+    # The tensor has queries, keys and values in turns in the rows of each head. If the array has no
+    # dimension for heads, shapes do not tell their number, so the user gets a hint.
+    if fit.link.parts and fit.link.tensors.template.part == QKV_BY_HEAD:
+        line += '; an array without heads needs "(h p d) in -> in (h d)", h=…, p=3'
+    return line
 
 
 def _rule(tensors: Sequence[Tensor]) -> Rule:
@@ -481,15 +503,14 @@ def _fits(link: Link, in_any_order: Collection[str]) -> Iterator[_Fit]:
         by_order: dict[Order, Sequence[Candidate]] = {}
         shapes = {link.tensors.shapes[source] for source in sources}
         if len(shapes) == 1:  # no way fits tensors of different shapes, which cannot be stacked
-            [shape] = shapes
+            [tensor_shape] = shapes
+            array_shape = link.arrays.shapes[numbers]
+            convention = _convention(link, in_any_order=path in in_any_order)
+            stacks = link.stacks_of(numbers)
+            fused = link.fused_part(numbers, sources[0])  # the layers of a stack are alike
             for order in get_args(Order):
                 by_order[order] = candidates(
-                    shape,
-                    link.arrays.shapes[numbers],
-                    order,
-                    _convention(link, in_any_order=path in in_any_order),
-                    stacks=link.stacks_of(numbers),
-                    fused=link.fused_part(numbers, sources[0]),  # the layers of a stack are alike
+                    tensor_shape, array_shape, order, convention, stacks=stacks, fused=fused
                 )
         yield _Fit(link, numbers, sources, by_order)
 
@@ -518,7 +539,7 @@ def _convention(link: Link, *, in_any_order: bool) -> Convention:
     return Convention(order, heads)
 
 
-def _agree_on_order(fits: Sequence[_Fit]) -> None:
+def _set_ways_by_order(fits: Sequence[_Fit]) -> None:
     """Sets the ``ways`` of each array: the ways for the order of matrices that the file has.
 
     Matrices that are not square show the order. They only show it for matrices of the same rank,
@@ -549,7 +570,7 @@ def _agree_on_order(fits: Sequence[_Fit]) -> None:
         fit.ways = distinct(itertools.chain.from_iterable(ways))
 
 
-def _agree_on_stacks(fits: Sequence[_Fit]) -> None:
+def _drop_ways_by_stack(fits: Sequence[_Fit]) -> None:
     """Removes ways in which an array has its layers in another dimension than all others.
 
     If no dimension is possible for all arrays, every way stays.
@@ -569,7 +590,7 @@ def _pattern(template: str) -> str:
     return r"(\d+)".join(map(re.escape, template.split("{}")))
 
 
-def _without_groups(path: str, tensor: Tensor, numbers: Numbers) -> Tensor:
+def _with_numbers(path: str, tensor: Tensor, numbers: Numbers) -> Tensor:
     """Returns the rule of one tensor and one array, with numbers in place of ``{0}``, ….
 
     Args:
