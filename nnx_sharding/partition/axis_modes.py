@@ -168,6 +168,7 @@ def _decorate(
     @functools.wraps(fun, updated=() if is_module else functools.WRAPPER_UPDATES)
     @_compat.api_boundary
     def call(*args: object, **kwargs: object) -> Any:
+        """Calls the function by `_AxisMode.call`, with specs of the decorator or of the call."""
         specs_of_call = declared
         if specs_of_call is None:
             if option not in kwargs:
@@ -409,6 +410,7 @@ def _record_undo(objects: Objects) -> Callable[[], None]:
     ]
 
     def undo() -> None:
+        """Gives modules and Variables the content that they had when it was recorded."""
         for current_attributes, old_attributes in attributes:
             current_attributes.clear()
             current_attributes.update(old_attributes)

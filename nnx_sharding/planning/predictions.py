@@ -314,6 +314,7 @@ class _Sums:
     """
 
     def __init__(self, candidate: Candidate, arguments: Arguments, axes: Axes, num_slices: int):
+        """Starts with sums of nothing; `predict` has the same arguments."""
         self.arguments, self.axes = arguments, axes
         _, self.styles = split_name(candidate.strategy)
         names, sizes = zip(*candidate.sizes.items(), strict=True)

@@ -124,6 +124,7 @@ class Search:
     ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Starts without candidates."""
         # The attributes below are notes of the search itself, so they are no fields.
         self.smallest: Needs | None = None
         self._added: dict[str, Variant] = {}

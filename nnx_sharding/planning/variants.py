@@ -236,6 +236,7 @@ def with_remat(step: Callable[..., T], remat: Policy | bool = True) -> Callable[
 
     @functools.wraps(step)
     def step_with_remat(*args: Any, **kwargs: Any) -> T:
+        """Runs the step while the stacks of the arguments have the policy."""
         stacks = [*_stacks((args, kwargs))]
         if not stacks:
             raise ValueError("with_remat: expected an argument with a Stack, got none.")
