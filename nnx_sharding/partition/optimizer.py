@@ -183,7 +183,8 @@ def _follow_all(
             state_specs[state.path] = _follow(state, owner, specs[owner.path])
             continue
         state_specs[state.path] = ownerless
-        # Counts and placeholders belong to no parameter either. Only copies do for certain.
+        # State in a copy belongs to a parameter, so the model lacks this one. Outside of copies,
+        # counts and placeholders belong to none.
         if copies.length_around(state.path) is not None and state.shape != ():
             orphans.append(state)
     if orphans and any(map(_is_sharded, all_specs)):
@@ -247,7 +248,7 @@ class _Copies:
         seen = set[int]()
 
         def is_leaf(x: object) -> bool:
-            """Whether x is a State, or a module that was visited before; adds x to ``seen``."""
+            """Whether x is a State, or a module that was visited before; fills ``seen``."""
             is_seen = _compat.identity(x) in seen
             if _compat.is_node(x):
                 seen.add(_compat.identity(x))
