@@ -346,24 +346,25 @@ def _lock(path: Path, file: Path) -> tuple[int, bool]:
     """
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        if sys.platform == "win32":  # Python has no `flock` there
+            return descriptor, False
         try:
-            if sys.platform == "win32":  # Python has no `flock` there
-                return descriptor, False
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The file that was locked may not be the one at this path any more.
-            if os.path.samestat(file.stat(), os.fstat(descriptor)):
-                return descriptor, True
+            is_at_path = os.path.samestat(file.stat(), os.fstat(descriptor))
         except BlockingIOError:
             os.close(descriptor)
             raise FileExistsError(
                 f"{path} is being written by another job. Nothing of this job has been written."
             ) from None
         except FileNotFoundError:  # another process has deleted the file after it was opened
-            pass
+            is_at_path = False
         except OSError as error:
             # The codes by which file systems say that they have no locks.
             if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
                 return descriptor, False
             os.close(descriptor)
             raise
+        if is_at_path:
+            return descriptor, True
         os.close(descriptor)

@@ -43,8 +43,9 @@ def _as_tuple(option: Any) -> tuple[Any, ...] | None:
     """Returns the positions or names of an option; the user may give one or a sequence."""
     if option is None:
         return None
-    several = option if isinstance(option, Iterable) and not isinstance(option, str) else (option,)
-    return tuple(x if isinstance(x, str) else operator.index(x) for x in several)
+    is_sequence = isinstance(option, Iterable) and not isinstance(option, str)
+    items = option if is_sequence else (option,)
+    return tuple(item if isinstance(item, str) else operator.index(item) for item in items)
 
 
 class Declared(NamedTuple):

@@ -161,7 +161,7 @@ def fit_specs(
     result = list(specs)
     if not isinstance(transform, Sharded):  # the specs are axes of `vmap` and the like
         return result
-    arrays = "results" if outputs else "arrays"
+    noun = "results" if outputs else "arrays"  # the word for the arrays in messages
     fit_once = functools.cache(fit_sharding)  # a model has many arrays of one shape and spec
     mismatches: list[tuple[Fit, str]] = []  # specs that do not fit, with lines for the error
     corrected: list[str] = []  # lines for the warning
@@ -184,9 +184,9 @@ def fit_specs(
         else:
             result[slot] = fit.sharding
             corrected.append(line)
-    _raise_for_mismatches(transform, arrays, mismatches)
+    _raise_for_mismatches(transform, noun, mismatches)
     if corrected:
-        head = f"{transform.name}: the specs of these {arrays} do not fit their shapes"
+        head = f"{transform.name}: the specs of these {noun} do not fit their shapes"
         anchor = "when-a-spec-does-not-divide-a-shape"
         text = message(f"{head} and were corrected:", corrected)
         warn_or_raise(CorrectedSpecWarning, text, strict=transform.strict, anchor=anchor)
@@ -194,13 +194,13 @@ def fit_specs(
 
 
 def _raise_for_mismatches(
-    transform: Sharded, arrays: str, mismatches: Sequence[tuple[Fit, str]]
+    transform: Sharded, noun: str, mismatches: Sequence[tuple[Fit, str]]
 ) -> None:
     """Raises the error for specs that do not fit, if there are any.
 
     Args:
       transform: the transform, whose JAX counterpart decides on the type of the error.
-      arrays: the word for the arrays in the message: ``arrays`` or ``results``.
+      noun: the word for the arrays in the message: ``arrays`` or ``results``.
       mismatches: the fits with problems, each with its line: a dimension is not divisible, or a
         spec is too long.
     """
@@ -219,7 +219,7 @@ def _raise_for_mismatches(
         remedy = "Give each a spec with at most one entry for each dimension."
     raise_if_any(
         _compat.IndivisibleError if is_like_jit else ValueError,
-        f"{transform.name}: the specs of these {arrays} do not fit their shapes:",
+        f"{transform.name}: the specs of these {noun} do not fit their shapes:",
         [line for _, line in mismatches],
         remedy,
         anchor="not-divisible" if all(indivisible) else "spec-too-long",
