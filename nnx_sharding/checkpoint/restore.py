@@ -146,9 +146,7 @@ def _shardings(
     """
     declared: list[Any] = [None] * len(flat.leaves)
     if args.sharding is not None:
-        _, declared = assign_shardings(
-            args.tree, flat, args.sharding, mesh=args.mesh, caller="restore"
-        )
+        _, declared = assign_shardings(flat, args.sharding, mesh=args.mesh, caller="restore")
     result: dict[int, Sharding | None] = {}
     problems = []
     for array in arrays:

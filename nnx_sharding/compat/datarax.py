@@ -160,9 +160,7 @@ class ArraySharder(nnx.Module):
         flat = flatten(batch)
         # `whole`: UNCONSTRAINED dimensions are refused. `adapt`: a spec may be longer than the
         # rank.
-        _, shardings = assign_shardings(
-            batch, flat, sharding, caller=name, whole=True, adapt=trim_to_rank
-        )
+        _, shardings = assign_shardings(flat, sharding, caller=name, whole=True, adapt=trim_to_rank)
         return rebuild(flat, apply_shardings(flat.leaves, shardings), name)
 
     def shard_with_info(
@@ -278,7 +276,7 @@ class ArraySharder(nnx.Module):
         abstract = jax.ShapeDtypeStruct(shape, "float32")  # any dtype would do
         # ``whole`` refuses UNCONSTRAINED dimensions, because a compiler would choose their axes.
         options: Any = {"mesh": mesh, "caller": "create_sharded_param", "whole": True}
-        _, [sharding] = assign_shardings(abstract, flatten(abstract), spec, **options)
+        _, [sharding] = assign_shardings(flatten(abstract), spec, **options)
         checked: NamedSharding = sharding
         return checked
 

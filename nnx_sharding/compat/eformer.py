@@ -210,9 +210,7 @@ def with_sharding_constraint(
     ``LOG_SHARDING_MOVE`` is set to 1 or true, arrays that get another sharding are logged.
     """
     flat = flatten(tree)
-    names, shardings = assign_shardings(
-        tree, flat, sharding, mesh=mesh, strict=strict, lenient=True
-    )
+    names, shardings = assign_shardings(flat, sharding, mesh=mesh, strict=strict, lenient=True)
     if log is None:
         log = os.environ.get("LOG_SHARDING_MOVE", "").lower() in _YES
     if log:
@@ -458,7 +456,7 @@ def analyze_sharding_strategy(
         for x in flat.leaves
     ]
     flat = flat._replace(leaves=abstract)
-    _, shardings = assign_shardings(pytree, flat, partition_specs, mesh=mesh, lenient=True)
+    _, shardings = assign_shardings(flat, partition_specs, mesh=mesh, lenient=True)
     rows = parameter_table(apply_shardings(abstract, shardings))  # a row for each array
     # Devices that hold nothing are listed, because they count in the balance.
     device_ids: Iterable[int] = ()

@@ -96,7 +96,7 @@ def split_arguments(
     remaining = iter(structure.root.children)  # each argument takes the children for its leaves
     for name, prefix, value in zip([*names, *keyword_names], prefixes, values, strict=True):
         child = _take_child(value, remaining)
-        arguments.append(split_argument(name, prefix, value, child, caller))
+        arguments.append(split_argument(name, prefix, child, caller))
     return arguments
 
 
@@ -114,15 +114,12 @@ def _take_child(value: object, children: Iterator[Child]) -> Child:
     return leaf_children[0] if is_leaf_treedef(treedef) else Container(treedef, leaf_children)
 
 
-def split_argument(
-    name: str, prefix: object, value: object, child: Child, caller: str = ""
-) -> Argument:
+def split_argument(name: str, prefix: object, child: Child, caller: str = "") -> Argument:
     """Splits a pytree into its leaves (modules, Variables, arrays), each with its spec.
 
     Args:
       name: the name of the argument or output, in messages.
       prefix: the user's specs, as a prefix of the pytree.
-      value: the pytree.
       child: the child that describes the pytree in the structure.
       caller: the function and the option with the specs, in messages.
 

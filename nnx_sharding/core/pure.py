@@ -179,7 +179,7 @@ def call_and_pack(
     carried = transform.carried_objects(plan)
     flat_after = _flatten_after(plan, output, unflattened, carried, snapshot)
     # 3. The name and the spec of each array, by slot. Variables of the arguments keep their names.
-    locations = _locate_new(plan, output, flat_after.structure)
+    locations = _locate_new(plan, flat_after.structure)
     names = slot_names(flat_after.structure.num_leaves, locations)
     for index, (variable_name, _) in plan.variables.items():
         for slot in flat_after.structure.slots[index]:
@@ -280,7 +280,7 @@ def _flatten_after(
     return flat_after
 
 
-def _locate_new(plan: Plan, output: object, new_structure: Structure) -> list[NamedLocation]:
+def _locate_new(plan: Plan, new_structure: Structure) -> list[NamedLocation]:
     """Finds where the arrays of the output are, and of the arguments if these may hold new arrays.
 
     Variables of the arguments keep their specs and names, so only new arrays need a location: an
@@ -288,7 +288,7 @@ def _locate_new(plan: Plan, output: object, new_structure: Structure) -> list[Na
     """
     transform = plan.transform
     option = f"{transform.name}: {transform.out_name}"
-    result = split_argument("output", transform.out_specs.tree, output, new_structure.root, option)
+    result = split_argument("output", transform.out_specs.tree, new_structure.root, option)
     # The arguments have a new Variable or array only if there are new objects, if a module links to
     # other objects (its entry differs), or if a module holds arrays itself (it has slots).
     old_entries, new_entries = plan.structure.entries, new_structure.entries

@@ -19,8 +19,6 @@ From other modules:
     is_cache               whether an attribute is a ``cached_property``
     is_graph_object        whether a value is a module or a Variable; False for hijax Variables
     accessor               an expression with a path after it: ``model.config['scale']``
-    flatten                describes a pytree and static values; returns a ``Flat``, whose
-                           ``structure`` is hashable and has no arrays
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from flax import nnx
 from .. import _compat
 from ..errors import raise_if_any
 from ..specs.paths import accessor
-from .flatten import flatten
 from .static_equality import Static
 from .static_parts import Copying, is_cache
 from .structure import (
@@ -220,12 +217,3 @@ def _arrays_in(place: str, value: object) -> Iterator[str]:
         parts = ((name, getattr(value, name, None)) for name in names)
     for key, part in parts:
         yield from _arrays_in(accessor(place, (key,)), part)
-
-
-def static_key(*values: object) -> Structure:
-    """Returns a hashable key for static values; equal values (``static_equality``) have equal keys.
-
-    The key is a snapshot, so values that are changed later get another key. Weak references hold
-    the values that are compared by identity.
-    """
-    return flatten((), statics=values, keeps_alive=False).structure

@@ -65,7 +65,6 @@ from .resolve import Resolved, resolve
 
 
 def assign_shardings(
-    tree: Any,
     flat: Flat,
     sharding: Any,
     *,
@@ -79,8 +78,7 @@ def assign_shardings(
     The sharding of an array that is to stay as it is is None.
 
     Args:
-      tree: any pytree.
-      flat: the same tree, flattened.
+      flat: the tree, flattened.
       sharding: a prefix of the tree, as the user wrote it.
       mesh: the mesh of a ``PartitionSpec``; None for the mesh in context.
       caller: the function that the user called, in messages.
@@ -91,7 +89,7 @@ def assign_shardings(
     specs = sharding if isinstance(sharding, Specs) else Specs(sharding)
     check_specs(caller, sharding=specs)
     # The tree counts as one argument, whose parts have the user's specs.
-    argument = split_argument(name, specs.tree, tree, flat.structure.root, caller)
+    argument = split_argument(name, specs.tree, flat.structure.root, caller)
     locations = locate(flat.structure, [argument])
     # A spec stays as it is written, because the mesh is added once it is fitted to a shape.
     resolved = resolve(locations, flat.objects, flat.leaves, spec_of=lambda spec: spec)

@@ -293,7 +293,6 @@ class _AxisMode:
         output = split_argument(
             "output",
             prefix=specs.tree,
-            value=None,  # the structure says all that is needed
             child=flat_after.structure.root,
             caller=f"{self.name}: {self.option}",
         )

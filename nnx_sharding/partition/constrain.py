@@ -67,7 +67,7 @@ def with_sharding_constraint(
     # Options are checked before anything is moved, so that a misspelt one leaves the tree as it is.
     check_options("with_sharding_constraint", on_indivisible=(on_indivisible, ON_INDIVISIBLE))
     flat = flatten(tree)
-    _, shardings = assign_shardings(tree, flat, sharding, mesh=mesh, on_indivisible=on_indivisible)
+    _, shardings = assign_shardings(flat, sharding, mesh=mesh, on_indivisible=on_indivisible)
     return rebuild(flat, apply_shardings(flat.leaves, shardings))
 
 
@@ -102,5 +102,5 @@ def reshard(tree: object, out_shardings: object) -> Any:
     flat = flatten(tree)
     # The specs may have Explicit axes only. The first result, the names of the arrays, is not
     # needed here.
-    _, shardings = assign_shardings(tree, flat, specs, caller="reshard", explicit=True)
+    _, shardings = assign_shardings(flat, specs, caller="reshard", explicit=True)
     return rebuild(flat, apply_shardings(flat.leaves, shardings), "reshard")

@@ -610,7 +610,6 @@ def _assign_specs(
       ValueError, TypeError, NoMeshError: specs do not fit.
     """
     _, shardings = assign_shardings(
-        tree,
         flatten(tree),
         specs,
         mesh=mesh,

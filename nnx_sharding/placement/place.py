@@ -93,7 +93,6 @@ def place(
     check_options("place", on_indivisible=(on_indivisible, ON_INDIVISIBLE))
     flat = flatten(tree)
     _, shardings = assign_shardings(
-        tree,
         flat,
         sharding,
         mesh=mesh,

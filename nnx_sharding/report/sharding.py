@@ -293,9 +293,8 @@ def _decisions(flat: Flat, sharding: StateSharding) -> Iterator[_Decision]:
     """
     structure = flat.structure
     predicates = [to_predicate(filter_) for filter_ in sharding.filters]  # (path, value) -> bool
-    # The whole model is one argument with one sharding, so its value need not be walked for others
-    # (``value=None``).
-    argument = split_argument("", prefix=sharding, value=None, child=structure.root)
+    # The whole model is one argument, and all of it has the same rules.
+    argument = split_argument("", prefix=sharding, child=structure.root)
     seen: set[tuple[int, ...]] = set()  # the slots of arrays
     for named in locate(structure, [argument]):
         location = named.location

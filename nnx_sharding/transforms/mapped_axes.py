@@ -313,7 +313,7 @@ class Mapped(InnerTransform):
         flat = flatten(out, first_objects=unflattened.objects)
         option = f"{self.name}: {self.out_name}"  # for messages
         # The output is taken in the parts for which `out_axes` has an axis or filters.
-        output = split_argument("output", self.out_specs.tree, out, flat.structure.root, option)
+        output = split_argument("output", self.out_specs.tree, flat.structure.root, option)
         # `resolve` finds the axis of each Variable, by index. A new Variable that is attached to an
         # argument has the axis that `in_axes` gives there; any other has the axis of `out_axes`.
         resolved = resolve(
