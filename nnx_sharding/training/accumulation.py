@@ -237,10 +237,26 @@ class _Accumulation:
         # (batch, …) → (batch / steps, steps, …); raises an error for rows that cannot be divided
         batch = {name: _split_rows(name, x, self.steps) for name, x in whole_batch.items()}
         if self.axis is None:
-            return self._accumulate(bound, call, shared, batch, auto=frozenset(), rows=rows)
+            return self._accumulate(bound, call, shared, batch, rows, auto=frozenset())
+        return self._accumulate_on_explicit_axes(bound, call, shared, batch, rows)
 
-        # Around the loop, the axes that the user names are Explicit, so that types say how rows and
-        # parameters are sharded. Axes that were Auto before are Auto again in the loss.
+    def _accumulate_on_explicit_axes(
+        self,
+        bound: inspect.BoundArguments,
+        call: PreparedCall,
+        shared: _Arguments,
+        batch: _Arguments,
+        rows: Sequence[NamedSharding | None],
+    ) -> tuple[Any, Any]:
+        """Runs `_accumulate` while the axes of the option ``axis`` are Explicit.
+
+        Then types say how rows and parameters are sharded over these axes. In the loss, an axis
+        that was Auto before is Auto again. The arguments and the result are those of `_accumulate`.
+
+        Raises:
+          NoMeshError: neither the context nor an array has a mesh.
+        """
+        assert self.axis is not None
         mesh = _mesh_of(call.flat.leaves)
         if mesh is None:
             raise NoMeshError(
@@ -252,20 +268,25 @@ class _Accumulation:
         auto = frozenset(axes).difference(explicit)
 
         # `explicit_axes` retypes the arguments of this function, but nothing that it captures, such
-        # as `bound`. So all arguments of the loss are passed to it, and put into `bound` again.
-        def accumulate(rest: _Arguments, batch: _Arguments) -> tuple[Any, Any]:
-            bound.arguments.update(rest)
-            call = self.gradient.prepare(bound.args, bound.kwargs)
-            return self._accumulate(bound, call, rest, batch, auto=auto, rows=rows)
+        # as the values in `bound`. So all arguments of the loss are passed to it.
+        def accumulate(shared: _Arguments, batch: _Arguments) -> tuple[Any, Any]:
+            retyped = _replace_arguments(bound, shared)
+            call = self.gradient.prepare(retyped.args, retyped.kwargs)
+            return self._accumulate(retyped, call, shared, batch, rows, auto=auto)
 
         # The axes shard the rows of the batch, and nothing else, because shard sums need whole
         # parameters.
-        in_sharding = (_types_over_others(self.axis), _types_over_others(self.axis, rows=True))
-        run = explicit_axes(accumulate, axes=self.axis, in_sharding=in_sharding)
+        shared_spec = functools.partial(_spec_without, axes)
+        batch_spec = functools.partial(_spec_with_rows_over, axes)
+        run = explicit_axes(
+            accumulate,
+            axes=self.axis,
+            in_sharding=(_spec_of_each(shared_spec), _spec_of_each(batch_spec)),
+        )
         # Outside of a trace, JAX needs the devices of the mesh, which types do not name.
-        devices = mesh if isinstance(mesh, Mesh) and _compat.trace_is_clean() else None
+        mesh_to_set = mesh if isinstance(mesh, Mesh) and _compat.trace_is_clean() else None
         try:
-            with contextlib.nullcontext() if devices is None else jax.set_mesh(devices):
+            with contextlib.nullcontext() if mesh_to_set is None else jax.set_mesh(mesh_to_set):
                 return run(shared, batch)  # type: ignore[no-any-return]
         except ValueError as error:
             # The cause may be that the axes now shard the rows, but not in the user's types.
@@ -278,9 +299,9 @@ class _Accumulation:
         call: PreparedCall,
         shared: _Arguments,
         batch: _Arguments,
+        rows: Sequence[NamedSharding | None],
         *,
         auto: frozenset[AxisName],
-        rows: Sequence[NamedSharding | None],
     ) -> tuple[Any, Any]:
         """Returns the mean value and gradient of the microbatches.
 
@@ -293,8 +314,8 @@ class _Accumulation:
           call: the call with these arguments, which says what is differentiated; it is not run.
           shared: the arguments that are the same for all microbatches.
           batch: the arguments with rows, reshaped to (batch / steps, steps, …).
-          auto: the axes that are Explicit around the loop, but Auto for the loss.
           rows: how the rows of each array of the batch are declared to be sharded over Auto axes.
+          auto: the axes that are Explicit around the loop, but Auto for the loss.
 
         Returns:
           The value, or with ``has_aux`` a pair of the value and the auxiliary data of all
@@ -307,7 +328,7 @@ class _Accumulation:
         microbatches = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), batch)  # (steps, rows, …)
         is_interleaved = has_interleaved_pipeline(call.flat.objects)  # schedule="1f1b"
 
-        def run(inputs: tuple[_Arguments, _Arguments]) -> tuple[Any, list[jax.Array]]:
+        def mean_gradients(inputs: tuple[_Arguments, _Arguments]) -> tuple[Any, list[jax.Array]]:
             """Returns the mean value and the mean gradient of each differentiated array.
 
             ``inputs`` are ``shared`` and ``microbatches``. With ``has_aux``, the value is a pair of
@@ -317,8 +338,10 @@ class _Accumulation:
             arguments = _Microbatches(
                 bound=bound, shared=shared, stacked=stacked, rows=rows, sums=sums, is_split=is_split
             )
-            accumulate = self._interleave if is_interleaved else self._scan
-            value, totals = accumulate(arguments)
+            if is_interleaved:
+                value, totals = self._interleave(arguments)
+            else:
+                value, totals = self._scan(arguments)
             means = [total / self.steps for total in totals]
             return value, [*map(_typed_like, means, parameters)]
 
@@ -329,12 +352,17 @@ class _Accumulation:
             spec = output_spec(x, typed_batch[0], None) if typed_batch else PartitionSpec()
             return cast(jax.Array, retype(x, outer_mesh, spec))
 
-        loss_axes = axes_of_type(outer_mesh, AxisType.Explicit) if is_interleaved else auto
-        # This calls `run` with these inputs, whose types are those of a mesh with `loss_axes` Auto.
-        # In its result, `retype_aux` types the auxiliary data alone: gradients have their types
-        # already, and scalars need none.
-        outputs = with_auto_axes((shared, microbatches), run, frozenset(loss_axes), retype_aux)
-        value, gradients = cast(tuple[Any, list[jax.Array]], outputs)
+        # The layers of a pipeline run in its stages, in which all axes are Auto.
+        auto_in_loss = axes_of_type(outer_mesh, AxisType.Explicit) if is_interleaved else auto
+        # This calls `mean_gradients` with these inputs, whose types are those of a mesh on which
+        # `auto_in_loss` are Auto. In its result, `retype_aux` types only the auxiliary data:
+        # gradients have their types already, and scalars need none.
+        value, gradients = cast(
+            tuple[Any, list[jax.Array]],
+            with_auto_axes(
+                (shared, microbatches), mean_gradients, frozenset(auto_in_loss), retype_aux
+            ),
+        )
         return value, call.build_gradient(gradients)
 
     def _scan(self, batch: _Microbatches) -> tuple[Any, Sequence[jax.Array]]:
@@ -344,7 +372,6 @@ class _Accumulation:
           The mean value, or with ``has_aux`` a pair of it and the auxiliary data, (steps, …); and
           the sum of the gradients of each array that is differentiated.
         """
-        sums, is_split = batch.sums, batch.is_split
 
         def step(totals: list[Any], shared: _Arguments, microbatch: _Arguments) -> Any:
             """Adds the gradients of one microbatch to the totals, and returns its value.
@@ -358,50 +385,36 @@ class _Accumulation:
             Returns:
               The new totals, and what the loss has returned.
             """
-            microbatch = batch.as_declared(microbatch)
-            call = batch.prepare(self.gradient, {**shared, **microbatch})
-            gradients: Sequence[jax.Array]
-            if sums is None:
-                value, gradients = self.gradient.value_and_gradients(call)
-            else:
-                rows = [x for x in jax.tree.leaves(microbatch) if jnp.ndim(x)]
-                value, gradients = _differentiate_by_shards(
-                    self.gradient, call, sums, rows, is_split
-                )
+            value, gradients = batch.differentiate(self.gradient, shared, microbatch)
             if self.has_aux:
                 _, aux = value
                 _check_aux(aux)  # raises for values that cannot be stacked
             return [*map(_add, totals, gradients)], value
 
-        # The totals start at zero. `prepare` finds the differentiated arrays without any rows.
+        # `prepare` finds the differentiated arrays without any rows.
         call = batch.prepare(self.gradient, batch.shared)
-        zeros = []
-        for x, has_shard_sums in zip(call.arrays(), is_split, strict=True):
-            dtype = dtype_of_sums(x, self.dtype)
-            if sums is not None and has_shard_sums:
-                zeros.append(sums.zeros(x, dtype))  # (shards, *shape)
-            else:
-                zeros.append(jnp.zeros_like(x, dtype))
         # The scan carries totals. Shared arguments, such as modules, are the same in each step.
         # Values are stacked: (steps,).
         run = scan(
             step, in_axes=(Carry, None, 0), out_axes=(Carry, 0), length=self.steps, **self.modes
         )
+        zeros = batch.zero_totals(call.arrays(), self.dtype)
         totals, values = run(zeros, batch.shared, batch.stacked)
         names = [call.plan.names[slot] for slot in call.slots]  # for example, ``model.up.kernel``
-        reduced = []
-        for total, name, has_shard_sums in zip(totals, names, is_split, strict=True):
-            # Shard sums: (shards, *shape) → shape.
-            reduced.append(add_up(total, axis=0, name=name) if has_shard_sums else total)
+        whole_totals = []
+        for total, name, has_shard_sums in zip(totals, names, batch.is_split, strict=True):
+            if has_shard_sums:
+                total = add_up(total, axis=0, name=name)  # (shards, *shape) → shape
+            whole_totals.append(total)
         # Microbatches are equally large, so the mean of their means is the mean of the batch.
         value = (values[0].mean(), values[1]) if self.has_aux else values.mean()
-        return value, reduced
+        return value, whole_totals
 
     def _interleave(self, batch: _Microbatches) -> tuple[Any, Sequence[jax.Array]]:
-        """Does the same as `_scan` in the pipeline that is in the loss, and returns the same.
+        """Differentiates all microbatches in one loop of the pipeline that is in the loss.
 
-        In the steps of its loop, a stage runs the forward pass of one microbatch and the backward
-        pass of another (1F1B).
+        In a step of this loop, each stage runs the forward pass of one microbatch and the backward
+        pass of another (1F1B). The result is that of `_scan`.
         """
         # (steps, rows, …) → (rows, …)
         first_microbatch = jax.tree.map(lambda x: x[0], batch.stacked)
@@ -436,7 +449,8 @@ class _Microbatches:
       rows: the sharding over Auto axes that is declared for the rows of each array of ``stacked``,
         in the order of its leaves; None for an array without a declaration.
       sums: splits sums over rows; None if rows are not known to be sharded.
-      is_split: for each array that is differentiated, whether its total is kept as shard sums.
+      is_split: for each array that is differentiated, whether its total is kept as shard sums. All
+        are False without ``sums``.
     """
 
     bound: inspect.BoundArguments
@@ -464,11 +478,55 @@ class _Microbatches:
 
         All other arguments are those of ``bound``, that is, of the whole batch.
         """
-        # The values are copied because `bound` outlives the trace of a microbatch, and must not
-        # hold its arrays then.
-        values = {**self.bound.arguments, **arguments}
-        bound = inspect.BoundArguments(self.bound.signature, OrderedDict(values))
+        bound = _replace_arguments(self.bound, arguments)
         return gradient.prepare(bound.args, bound.kwargs)
+
+    def differentiate(
+        self, gradient: ValueAndGrad[..., Any], shared: _Arguments, microbatch: _Arguments
+    ) -> tuple[Any, Sequence[jax.Array]]:
+        """Calls and differentiates the loss of one microbatch.
+
+        Args:
+          gradient: differentiates the loss.
+          shared: the arguments that are the same for all microbatches, as the scan passes them.
+          microbatch: the arguments with the rows of this one, (rows, …), by name.
+
+        Returns:
+          The result of the loss, and the gradient of each array that is differentiated, (*shape) or
+          as shard sums (shards, *shape).
+        """
+        microbatch = self.as_declared(microbatch)
+        call = self.prepare(gradient, {**shared, **microbatch})
+        if self.sums is None:
+            return gradient.value_and_gradients(call)
+        rows = jax.tree.leaves(microbatch)
+        return _differentiate_by_shards(gradient, call, self.sums, rows, self.is_split)
+
+    def zero_totals(self, parameters: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
+        """Returns the totals with which the scan starts, in the form that ``is_split`` says.
+
+        Args:
+          parameters: the arrays that are differentiated.
+          dtype: the option of :func:`accumulate_gradients`.
+        """
+        totals = []
+        for x, has_shard_sums in zip(parameters, self.is_split, strict=True):
+            total_dtype = dtype_of_sums(x, dtype)
+            if has_shard_sums:
+                assert self.sums is not None
+                totals.append(self.sums.zeros(x, total_dtype))  # (shards, *shape)
+            else:
+                totals.append(jnp.zeros_like(x, total_dtype))
+        return totals
+
+
+def _replace_arguments(bound: inspect.BoundArguments, values: _Arguments) -> inspect.BoundArguments:
+    """Returns a copy of the arguments of a call, with other values of some of them, by name.
+
+    ``bound`` keeps its values, because it outlives the trace that the new values are from.
+    """
+    arguments = OrderedDict({**bound.arguments, **values})
+    return inspect.BoundArguments(bound.signature, arguments)
 
 
 def _differentiate_by_shards(
@@ -502,20 +560,7 @@ def _differentiate_by_shards(
     # Each input with rows has them in dimension 0. The call holds the same objects as ``rows``.
     ids_with_rows = {id(x) for x in rows}
     row_dims = [0 if id(call.flat.leaves[slot]) in ids_with_rows else None for slot in slots]
-
-    def differentiate(function: Function, inputs: Sequence[Any]) -> tuple[dict[int, Any], Any]:
-        """Returns the gradient of each target by its number, and the other results of ``function``.
-
-        ``function``, of all inputs, returns the value in a list, and all outputs of the call.
-        """
-
-        def loss(at_targets: Sequence[Any]) -> tuple[Any, Any]:
-            [value], outputs = function(replace_slots(inputs, targets, at_targets))
-            return value, outputs
-
-        derivative = jax.value_and_grad(loss, has_aux=True)
-        (_, outputs), gradients = derivative([inputs[i] for i in targets])
-        return dict(enumerate(gradients)), outputs
+    numbers_to_split = [number for number, has_shard_sums in enumerate(is_split) if has_shard_sums]
 
     def derivative_of(function: Function, inputs: Sequence[Any]) -> tuple[Any, Any]:
         """Returns the derivative and the outputs, for `gradient.differentiate`.
@@ -525,14 +570,34 @@ def _differentiate_by_shards(
             outputs of the call.
           inputs: these arrays.
         """
-        numbers_to_split = [
-            number for number, has_shard_sums in enumerate(is_split) if has_shard_sums
-        ]
-        evaluated = functools.partial(differentiate, function)
-        gradients, outputs = sums.evaluate(evaluated, [*inputs], row_dims, numbers_to_split)
+        gradients_of = functools.partial(_gradients_at, function, targets)
+        gradients, outputs = sums.evaluate(gradients_of, [*inputs], row_dims, numbers_to_split)
         return [*gradients.values()], outputs  # in the order of ``targets``
 
     return gradient.differentiate(call.plan, call.flat, slots, derivative_of)
+
+
+def _gradients_at(
+    function: Function, targets: Sequence[int], inputs: Sequence[Any]
+) -> tuple[dict[int, Any], Any]:
+    """Differentiates a function of a list of arrays with respect to some of them.
+
+    Args:
+      function: returns its value in a list of one item, and further outputs.
+      targets: the positions of the arrays with respect to which it is differentiated.
+      inputs: all arrays.
+
+    Returns:
+      The gradients by their numbers in ``targets``, and the further outputs.
+    """
+
+    def value_at(target_arrays: Sequence[Any]) -> tuple[Any, Any]:
+        [value], outputs = function(replace_slots(inputs, targets, target_arrays))
+        return value, outputs
+
+    derivative = jax.value_and_grad(value_at, has_aux=True)
+    (_, outputs), gradients = derivative([inputs[i] for i in targets])
+    return dict(enumerate(gradients)), outputs
 
 
 def _add(total: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -556,41 +621,46 @@ def _is_whole_over(axes: Sequence[AxisName], parameter: jax.Array) -> bool:
     return spec is not None and {*axes}.isdisjoint(spec_axes(spec))
 
 
-def _types_over_others(axis: str | tuple[str, ...], *, rows: bool = False) -> PathFunction:
-    """Returns the ``in_sharding`` of arguments for a function that runs with an Explicit ``axis``.
+def _spec_of_each(spec_of: Callable[[Any], PartitionSpec]) -> PathFunction:
+    """Returns an ``in_sharding`` that calls a function for the spec of each array in an argument.
 
-    Other Explicit axes shard the arguments as before. For the axis ``"data"``, an array with the
-    spec ``P(None, "model")`` keeps it, and gets ``P("data", "model")`` with ``rows``.
-
-    Args:
-      axis: the axis, or a tuple of several.
-      rows: whether the axis shards the first dimension of the arguments. Otherwise it shards no
-        dimension of them: an array with ``P("data", "model")`` gets ``P(None, "model")``.
+    The function is also called for a Variable, with the one array that the Variable holds.
     """
-    axes = axes_of(axis)
 
-    def spec_of(_: Path, subject: Any) -> PartitionSpec:
-        """Returns the spec with which the function gets an array, or a Variable with one array.
+    def spec_of_subject(_: Path, subject: object) -> PartitionSpec:
+        return spec_of(_compat.get_value(subject) if _compat.is_variable(subject) else subject)
 
-        It is the spec in the array's type without ``axes``. With ``rows``, the first dimension is
-        sharded over ``axes`` too. The path is not used.
-        """
-        array = _compat.get_value(subject) if _compat.is_variable(subject) else subject
-        spec = type_spec(array)
-        if spec is None or not array.ndim:  # no Explicit axis shards it
-            return PartitionSpec(axis) if rows else PartitionSpec()
-        # All of the axes may shard the rows already, perhaps in another order or among others. Then
-        # the spec is kept, because another order would move the rows.
-        [first_entry] = pad_entries(spec, 1)
-        if rows and set(axes).issubset(axes_of(first_entry)):
-            return PartitionSpec(*spec.partitions)
-        other_axes = set(spec_axes(spec)).difference(axes)
-        rows_entry, *other_entries = pad_entries(keep_axes(spec, other_axes), array.ndim)
-        if rows:
-            rows_entry = (*axes, *axes_of(rows_entry))  # the rows of each shard are divided further
-        return PartitionSpec(rows_entry, *other_entries)
+    # A `PathFunction` calls its function for each path that is not in ``by_path``.
+    return PathFunction(spec_of_subject, by_path={})
 
-    return PathFunction(spec_of, by_path={})  # without known paths, it is asked for each array
+
+def _spec_without(axes: Collection[AxisName], array: Any) -> PartitionSpec:
+    """Returns the spec in an array's type without some axes.
+
+    For the axis ``"data"``, it is ``P(None, "model")`` for an array with ``P("data", "model")``.
+    """
+    spec = type_spec(array)
+    if spec is None or not array.ndim:  # no Explicit axis shards it
+        return PartitionSpec()
+    other_axes = set(spec_axes(spec)).difference(axes)
+    return PartitionSpec(*pad_entries(keep_axes(spec, other_axes), array.ndim))
+
+
+def _spec_with_rows_over(axes: Sequence[AxisName], array: Any) -> PartitionSpec:
+    """Returns the spec in an array's type, with its rows, the first dimension, sharded over axes.
+
+    For the axis ``"data"``, it is ``P("data", "model")`` for an array with ``P(None, "model")``.
+    """
+    spec = type_spec(array)
+    if spec is None:  # no Explicit axis shards it
+        return PartitionSpec(tuple(axes))
+    # All of the axes may shard the rows already, perhaps in another order or among others. Then
+    # the spec is kept, because another order would move the rows.
+    if set(axes).issubset(_row_axes(array)):
+        return PartitionSpec(*spec.partitions)
+    rows_entry, *other_entries = pad_entries(_spec_without(axes, array), array.ndim)
+    # The axes come first: each of their shards is divided over the other axes of the rows.
+    return PartitionSpec((*axes, *axes_of(rows_entry)), *other_entries)
 
 
 def _mesh_of(arrays: Sequence[Any]) -> Mesh | AbstractMesh | None:
@@ -623,7 +693,8 @@ def _batch_names(
     if batch is None:
         return _find_batch(bound.arguments, differentiated)
     # Names are checked because a misspelt one would make its rows the same for all microbatches.
-    names, arguments = [batch] if isinstance(batch, str) else list(batch), bound.arguments
+    names = [batch] if isinstance(batch, str) else list(batch)
+    arguments = bound.arguments
     raise_if_any(
         ValueError,
         "accumulate_gradients: batch names unknown arguments:",
@@ -650,34 +721,27 @@ def _find_batch(arguments: Mapping[str, Any], differentiated: Collection[str]) -
       ValueError: as in `_batch_names`.
     """
     names = list[str]()
-    # `mixed` has the numbers of rows in arguments that hold other values, too; `may_have_rows` has
-    # those in differentiated arguments.
+    # For arguments that hold rows and other values, and for differentiated arguments: the lengths
+    # of the first dimension of their arrays.
     mixed, may_have_rows = dict[str, set[int]](), dict[str, set[int]]()
-    holds_modules = False  # whether any argument holds a module or a Variable
-    for name, value in arguments.items():
-        leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)
-        objects = [x for x in leaves if _compat.is_graph_object(x)]
-        holds_modules |= bool(objects)
-        # The Variables of a batch have rows; differentiated Variables are parameters. Objects are
-        # tested first, because JAX says that a module is no array in an error with its text, which
-        # takes a tenth of the trace. Scalars, such as a step count, have no rows.
-        if not all(map(_compat.is_variable, objects)) or (objects and name in differentiated):
-            continue
-        arrays = [x for x in leaves if _compat.is_array_like(x) and jnp.ndim(x)]
-        if not arrays:
+    contents = {name: _Contents.of(value) for name, value in arguments.items()}
+    for name, content in contents.items():
+        if content.has_modules or not content.row_counts:
             continue
         if name in differentiated:
-            may_have_rows[name] = {jnp.shape(x)[0] for x in arrays}
-        elif len(arrays) == len(leaves):
+            # Differentiated Variables are parameters. Bare arrays may be, or may have rows.
+            if not content.has_variables:
+                may_have_rows[name] = content.row_counts
+        elif not content.has_others:
             names.append(name)
-        elif not objects:
-            mixed[name] = {jnp.shape(x)[0] for x in arrays}
+        elif not content.has_variables:
+            mixed[name] = content.row_counts
     if not names and not mixed:
         raise ValueError(
             "accumulate_gradients: no argument is a batch of arrays: each is a scalar, holds "
             "modules, or is differentiated. Name those that are with batch=..."
         )
-    batch_rows = {jnp.shape(x)[0] for name in names for x in jax.tree.leaves(arguments[name])}
+    batch_rows = set[int]().union(*(contents[name].row_counts for name in names))
     # The rows of these arguments would be the same for all microbatches, so this is an error.
     raise_if_any(
         ValueError,
@@ -686,8 +750,9 @@ def _find_batch(arguments: Mapping[str, Any], differentiated: Collection[str]) -
         "Pass what has no rows as an argument of its own, or name the arguments that have the rows "
         "with batch=...",
     )
-    # A single differentiated argument holds the parameters if no argument holds modules.
-    if len(differentiated) > 1 or holds_modules:
+    # Without modules and Variables, a single differentiated argument holds the parameters.
+    has_objects = any(x.has_modules or x.has_variables for x in contents.values())
+    if len(differentiated) > 1 or has_objects:
         raise_if_any(
             ValueError,
             "accumulate_gradients: these are differentiated, and have as many rows as the batch:",
@@ -697,6 +762,40 @@ def _find_batch(arguments: Mapping[str, Any], differentiated: Collection[str]) -
             f"batch={(names[0] if len(names) == 1 else tuple(names))!r}.",
         )
     return names
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Contents:
+    """What an argument of the loss holds.
+
+    Attributes:
+      has_modules: whether it holds modules, which are no rows.
+      has_variables: whether it holds Variables.
+      row_counts: the lengths of the first dimension that its arrays and Variables have. Scalars,
+        such as a step count, have none.
+      has_others: whether it holds anything besides arrays and Variables with rows.
+    """
+
+    has_modules: bool
+    has_variables: bool
+    row_counts: set[int]
+    has_others: bool
+
+    @classmethod
+    def of(cls, value: object) -> _Contents:
+        """Returns the contents of an argument."""
+        leaves = jax.tree.leaves(value, is_leaf=_compat.is_graph_object)
+        variables = [x for x in leaves if _compat.is_variable(x)]
+        # Modules are left out first, because JAX says that a module is no array in an error with
+        # its text, which takes a tenth of the trace.
+        modules = [x for x in leaves if _compat.is_graph_object(x) and not _compat.is_variable(x)]
+        arrays = [] if modules else [x for x in leaves if _compat.is_array_like(x) and jnp.ndim(x)]
+        return cls(
+            has_modules=bool(modules),
+            has_variables=bool(variables),
+            row_counts={jnp.shape(x)[0] for x in arrays},
+            has_others=len(arrays) < len(leaves),
+        )
 
 
 def _parameters_of(bound: inspect.BoundArguments, names: Collection[str]) -> set[str]:
@@ -757,10 +856,7 @@ def _note_axes_added(
       explicit: the Explicit axes of the mesh.
       batch: the arguments with rows, as the user has typed them.
     """
-    typed = [x for x in jax.tree.leaves(batch) if type_spec(x) is not None and x.ndim]
-    axes_in_types = set[AxisName]()  # the axes that shard the rows
-    for x in typed:
-        axes_in_types.update(axes_of(jax.typeof(x).sharding.spec.partitions[0]))
+    axes_in_types = {axis for x in jax.tree.leaves(batch) for axis in _row_axes(x)}
     added = [repr(axis) for axis in axes if axis in explicit and axis not in axes_in_types]
     if added:
         error.add_note(
@@ -811,19 +907,23 @@ def _why_indivisible(x: Any, steps: int) -> str:
     if not jnp.ndim(x):
         return ", which has no rows"
     rows = jnp.shape(x)[0]
-    spec = type_spec(x)
-    axes = () if spec is None else axes_of(pad_entries(spec, 1)[0])  # the axes that shard the rows
-    sizes = {axis: type_mesh(x).shape[axis] for axis in axes}
+    axis_sizes = {axis: type_mesh(x).shape[axis] for axis in _row_axes(x)}
     # Each device divides its own rows, so that no row has to move.
-    factors = (steps, *sizes.values())
+    factors = (steps, *axis_sizes.values())
     divisor = math.prod(factors)
     if rows % divisor == 0:
         return ""
-    if not sizes:  # no Explicit axis shards the rows
+    if not axis_sizes:  # no Explicit axis shards the rows
         return f": {rows} rows are not a multiple of {steps}"
-    shards = " × ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
+    shards = " × ".join(f"{axis!r} ({size})" for axis, size in axis_sizes.items())
     product = f"{' × '.join(map(str, factors))} = {divisor}"
     return f", rows sharded over {shards}: {rows} rows are not a multiple of {product}"
+
+
+def _row_axes(x: Any) -> tuple[AxisName, ...]:
+    """Returns the Explicit mesh axes that shard the rows of an array, its first dimension."""
+    spec = type_spec(x)  # None: no axis in the type is Explicit
+    return () if spec is None else axes_of(pad_entries(spec, 1)[0])
 
 
 def _check_aux(aux: object) -> None:
@@ -851,9 +951,8 @@ def _sums_over_rows(batch: _Arguments) -> ShardSums | None:
     gives the right sums, because a sum may be split in any way. A sum that is split in another way
     than the rows only takes more time.
     """
-    typed = [x for x in jax.tree.leaves(batch) if type_spec(x) is not None and x.ndim]
-    row_entries = [jax.typeof(x).sharding.spec.partitions[0] for x in typed]
-    pairs = zip(typed, row_entries, strict=True)
-    sums = [ShardSums(type_mesh(x), axes_of(entry)) for x, entry in pairs]
-    most = max(sums, key=lambda x: len(x.axes), default=None)
-    return most if most is not None and most.axes else None
+    arrays = jax.tree.leaves(batch)
+    most_sharded = max(arrays, key=lambda x: len(_row_axes(x)), default=None)
+    if most_sharded is None or not _row_axes(most_sharded):
+        return None
+    return ShardSums(type_mesh(most_sharded), _row_axes(most_sharded))
