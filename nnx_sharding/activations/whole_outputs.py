@@ -40,7 +40,7 @@ From other modules:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -55,6 +55,7 @@ from ..core.transform import Sharded
 from ..errors import UnshardedWarning, message, users_line, warn_or_raise
 from ..specs.fitting import axes_of, entry_of, pad_entries, spec_axes
 from ..specs.head_names import KEYS
+from ..specs.paths import Path
 from ..specs.types import AxisName
 from .calls import Frame, Shape, Tag, VariableSpecs
 from .explanations import exact_path
@@ -73,16 +74,23 @@ def column_axes(model: object, size: int) -> frozenset[AxisName]:
       model: the module that returns the output.
       size: the number of columns.
     """
-    tags: Iterable[Tag | None] = (_compat.tag_of(module) for _, module in modules_in(model))
     axes_of_dims: list[frozenset[AxisName]] = []  # the axes of each dimension of this size
-    for tag in tags:
-        for variable in () if tag is None else tag.specs.values():
-            # The entries are those of the spec while the module runs.
-            entries = pad_entries(variable.inside, len(variable.shape))
-            for entry, length in zip(entries, variable.shape, strict=True):
-                if length == size:
-                    axes_of_dims.append(frozenset(axes_of(entry)))
+    for _, variable in _variables_with_specs(model):
+        # The entries are those of the spec while the module runs.
+        entries = pad_entries(variable.inside, len(variable.shape))
+        for entry, length in zip(entries, variable.shape, strict=True):
+            if length == size:
+                axes_of_dims.append(frozenset(axes_of(entry)))
     return frozenset.intersection(*axes_of_dims) if axes_of_dims else frozenset()
+
+
+def _variables_with_specs(model: object) -> Iterator[tuple[Path, VariableSpecs]]:
+    """Yields the specs of the Variables in a model, each after the path of the Variable."""
+    for path, module in modules_in(model):
+        tag: Tag | None = _compat.tag_of(module)
+        if tag is not None:
+            for own_path, specs in tag.specs.items():
+                yield (*path, *own_path), specs
 
 
 class Heads(NamedTuple):
@@ -108,17 +116,15 @@ def sharded_heads(model: object, shape: Shape, sizes: Mapping[AxisName, int]) ->
     """
     by_named_kernels: list[Heads] = []  # from kernels named as projections to keys or values
     by_other_kernels: list[Heads] = []
-    for path, module in modules_in(model):
-        tag: Tag | None = _compat.tag_of(module)
-        for key, variable in () if tag is None else tag.specs.items():
-            # The name may be the module's or the kernel's: ("attention", "k_proj", "kernel") or
-            # ("attention", "wk").
-            is_named = any(KEYS.fullmatch(str(name)) for name in (*path, *key)[-2:])
-            for dimension in range(1, len(shape) - 1):  # without the first one and the features
-                axes = _axes_of_heads(variable, shape[dimension], shape[-1], sizes)
-                if axes is not None:
-                    by_kernels = by_named_kernels if is_named else by_other_kernels
-                    by_kernels.append(Heads(dimension, axes))
+    for path, variable in _variables_with_specs(model):
+        # The name may be the module's or the kernel's: ("attention", "k_proj", "kernel") or
+        # ("attention", "wk").
+        is_named = any(KEYS.fullmatch(str(name)) for name in path[-2:])
+        by_kernels = by_named_kernels if is_named else by_other_kernels
+        for dimension in range(1, len(shape) - 1):  # without the first one and the features
+            axes = _axes_of_heads(variable, shape[dimension], shape[-1], sizes)
+            if axes is not None:  # None: the Variable is no projection to as many heads
+                by_kernels.append(Heads(dimension, axes))
     candidates = by_named_kernels or by_other_kernels
     axes_of_all = frozenset[AxisName]().union(*(heads.axes for heads in candidates))
     if not axes_of_all:
@@ -163,12 +169,13 @@ class _GatheredOutput(NamedTuple):
       name: the expression for the module, such as ``model``.
       type_name: the name of its class.
       array: the output.
-      over: the axes over which it is gathered, in words.
-      sharded: the spec that it would have without the gather, which the user may declare; None if
-        that is not known.
-      left: the arrays that left Auto axes in the function that calls the module. That function may
-        be an inner one, such as a loss, whose declared shardings are known when it has returned.
-      at: the file and line where the module is called; empty except for a cache.
+      axes_text: the axes over which it is gathered, such as ``'model', 'data'``.
+      sharded_spec: the spec that it would have without the gather, which the user may declare; None
+        if that is not known.
+      left_auto_axes: the arrays that left Auto axes in the function that calls the module. That
+        function may be an inner one, such as a loss, whose declared shardings are known when it has
+        returned.
+      call_place: the file and line where the module is called; empty except for a cache.
       declaration: for a cache, what the user writes for ``activation_shardings``; otherwise empty.
         The caches that one method returns have the same declaration, and are in one warning.
     """
@@ -176,16 +183,17 @@ class _GatheredOutput(NamedTuple):
     name: str
     type_name: str
     array: jax.Array
-    over: str
-    sharded: PartitionSpec | None
-    left: LeftAutoAxes | None
-    at: str = ""
+    axes_text: str
+    sharded_spec: PartitionSpec | None
+    left_auto_axes: LeftAutoAxes | None
+    call_place: str = ""
     declaration: str = ""
 
     @property
     def is_result(self) -> bool:
         """Whether a function inside the traced one has returned it with a declared sharding."""
-        return self.left is not None and id(self.array) in self.left.declared
+        left = self.left_auto_axes
+        return left is not None and id(self.array) in left.declared
 
     def line(self, *, says_place: bool = False, says_spec: bool = True) -> str:
         """Returns a line for a warning, such as ``  model: f32[8,512], 16.0 KiB, over 'model'``.
@@ -199,11 +207,11 @@ class _GatheredOutput(NamedTuple):
 
         size = bytes_text(self.array.size * self.array.dtype.itemsize)
         kind = jax.typeof(self.array).str_short(short_dtypes=True)
-        place = f", at {self.at}" if says_place else ""
+        place = f", at {self.call_place}" if says_place else ""
         remedy = ""
-        if says_spec and self.sharded is not None:
-            remedy = f": write {_without_trailing(self.sharded)}"
-        return f"  {self.name}: {kind}, {size}, over {self.over}{place}{remedy}"
+        if says_spec and self.sharded_spec is not None:
+            remedy = f": write {_without_trailing(self.sharded_spec)}"
+        return f"  {self.name}: {kind}, {size}, over {self.axes_text}{place}{remedy}"
 
 
 class WholeOutputs:
@@ -243,83 +251,56 @@ class WholeOutputs:
           first_input: the first input, (batch, …), like which the output is typed.
           sizes: the sizes of the axes that can shard columns.
         """
-        name, model = frame.tag.accessor, frame.module
-        spec = jax.typeof(x).sharding.spec
         # The rank of activations: tokens (batch, length) become (batch, length, columns).
         is_tokens = jnp.issubdtype(first_input.dtype, jnp.integer)
         rank = first_input.ndim + 1 if is_tokens else first_input.ndim
         # An output with fewer dimensions has no columns: it is a value for each token, (batch,
         # length). The exception is an output that the last layer made so, such as the classes of a
         # pooled sequence, (batch, classes).
-        least = 2 if x.shape == self._last_shape else max(2, rank)
+        is_of_last_layer = x.shape == self._last_shape
+        has_columns = x.ndim >= (2 if is_of_last_layer else max(2, rank))
         # An output with the dimensions of the input, (batch, features), is the data, or like it.
-        if x.ndim < least or x.shape == first_input.shape[: x.ndim]:
+        is_like_input = x.shape == first_input.shape[: x.ndim]
+        if not has_columns or is_like_input:
             return
+        output = None
         # An output with more dimensions than activations, (batch, length, features), may be a
         # cache, (batch, length, heads, features).
-        if x.ndim > max(3, rank) and self._add_cache(frame, x, first_input, sizes):
-            return
-        # Two sources tell the axes: how Variables with this number of columns are sharded, and how
-        # the last layer computed its columns.
-        num_columns = x.shape[-1]
-        axes = column_axes(model, num_columns) | self._last_columns.get(num_columns, frozenset())
-        axes = axes.difference(spec_axes(spec))  # the axes in its type still shard it
-        gathered = sorted((axis for axis in axes if sizes.get(axis, 1) > 1), key=str)
-        if gathered:
-            output = _GatheredOutput(
-                name=name,
-                type_name=type(model).__name__,
-                array=x,
-                over=", ".join(map(repr, gathered)),
-                sharded=PartitionSpec(*pad_entries(spec, x.ndim)[:-1], entry_of(gathered)),
-                left=LEFT_AUTO_AXES.get(),
-            )
+        if x.ndim > max(3, rank):
+            output = _gathered_cache(frame, x, first_input, sizes)
+        if output is None:
+            output = self._gathered_columns(frame, x, sizes)
+        if output is not None:  # None: nothing is gathered
             self._outputs.append(output)
 
-    def _add_cache(
-        self, frame: Frame, x: jax.Array, first_input: jax.Array, sizes: Mapping[AxisName, int]
-    ) -> bool:
-        """Records an output whose heads are gathered; returns whether this is such an output.
+    def _gathered_columns(
+        self, frame: Frame, x: jax.Array, sizes: Mapping[AxisName, int]
+    ) -> _GatheredOutput | None:
+        """Returns an output as one whose columns are gathered; None if they are not.
 
         Args:
           frame: the call of the module.
           x: the output, typed.
-          first_input: the first input, (batch, …).
-          sizes: the sizes of the axes that can shard heads.
+          sizes: the sizes of the axes that can shard columns.
         """
-        heads = sharded_heads(frame.module, x.shape, sizes)
         spec = jax.typeof(x).sharding.spec
-        # Without heads, or if their axes still shard the output, nothing is gathered.
-        if heads is None or not heads.axes.isdisjoint(spec_axes(spec)):
-            return False
-        names = sorted(heads.axes, key=str)
-        sharded = None  # the spec to write; None if it is unclear which dimension is that of heads
-        if heads.dimension is not None:
-            entries = [*pad_entries(spec, x.ndim)]
-            # A cache of stacked layers, (layers, batch, …), is not typed like the input, because
-            # its batch does not come first. So the batch is found by its size, left of the heads.
-            is_untyped = not any(entries)
-            batch = first_input.shape[0] if first_input.ndim else None
-            if is_untyped and batch in x.shape[: heads.dimension]:
-                [batch_entry] = pad_entries(jax.typeof(first_input).sharding.spec, 1)
-                entries[x.shape.index(batch)] = batch_entry
-            entries[heads.dimension] = entry_of(names)
-            sharded = PartitionSpec(*entries)
-        # The user writes this for ``activation_shardings``. It is also the key of the warning.
-        pattern, method = exact_path(frame.tag.path), frame.method
-        declaration = f"{{{pattern!r}: InOutSharding(specs, method={method!r})}}"
-        output = _GatheredOutput(
-            name=f"{frame.tag.accessor}.{method}",
+        # Two sources tell the axes: how Variables with this number of columns are sharded, and how
+        # the last layer computed its columns.
+        num_columns = x.shape[-1]
+        axes_of_variables = column_axes(frame.module, num_columns)
+        axes = axes_of_variables | self._last_columns.get(num_columns, frozenset())
+        axes = axes.difference(spec_axes(spec))  # the axes in its type still shard it
+        gathered_axes = sorted((axis for axis in axes if sizes.get(axis, 1) > 1), key=str)
+        if not gathered_axes:
+            return None
+        return _GatheredOutput(
+            name=frame.tag.accessor,
             type_name=type(frame.module).__name__,
             array=x,
-            over=", ".join(map(repr, names)),
-            sharded=sharded,
-            left=LEFT_AUTO_AXES.get(),
-            at=users_line(),
-            declaration=declaration,
+            axes_text=", ".join(map(repr, gathered_axes)),
+            sharded_spec=PartitionSpec(*pad_entries(spec, x.ndim)[:-1], entry_of(gathered_axes)),
+            left_auto_axes=LEFT_AUTO_AXES.get(),
         )
-        self._outputs.append(output)
-        return True
 
     def warn(self, transform: Sharded, result: object) -> None:
         """Warns of gathered outputs, by what the function does with them.
@@ -352,6 +333,58 @@ class WholeOutputs:
             _warn_of_results(transform, results)
         if columns:
             _warn_of_columns(transform, columns)
+
+
+def _gathered_cache(
+    frame: Frame, x: jax.Array, first_input: jax.Array, sizes: Mapping[AxisName, int]
+) -> _GatheredOutput | None:
+    """Returns an output as one whose heads are gathered; None if it has none, or they are not.
+
+    Args:
+      frame: the call of the module.
+      x: the output, typed.
+      first_input: the first input, (batch, …).
+      sizes: the sizes of the axes that can shard heads.
+    """
+    heads = sharded_heads(frame.module, x.shape, sizes)
+    # Without heads, or if their axes still shard the output, nothing is gathered.
+    if heads is None or not heads.axes.isdisjoint(spec_axes(jax.typeof(x).sharding.spec)):
+        return None
+    # The user writes this for ``activation_shardings``. It is also the key of the warning.
+    pattern, method = exact_path(frame.tag.path), frame.method
+    declaration = f"{{{pattern!r}: InOutSharding(specs, method={method!r})}}"
+    return _GatheredOutput(
+        name=f"{frame.tag.accessor}.{method}",
+        type_name=type(frame.module).__name__,
+        array=x,
+        axes_text=", ".join(map(repr, sorted(heads.axes, key=str))),
+        sharded_spec=_spec_of_cache(x, first_input, heads),
+        left_auto_axes=LEFT_AUTO_AXES.get(),
+        call_place=users_line(),
+        declaration=declaration,
+    )
+
+
+def _spec_of_cache(x: jax.Array, first_input: jax.Array, heads: Heads) -> PartitionSpec | None:
+    """Returns the spec with which a cache is not gathered; None if the dimension is unclear.
+
+    Args:
+      x: the cache, (…, heads, …), typed.
+      first_input: the first input of the module, (batch, …).
+      heads: the heads in the cache.
+    """
+    if heads.dimension is None:
+        return None
+    entries = pad_entries(jax.typeof(x).sharding.spec, x.ndim)
+    # A cache of stacked layers, (layers, batch, …), is not typed like the input, because its batch
+    # does not come first. So the batch is found by its size, left of the heads.
+    is_untyped = not any(entries)
+    batch = first_input.shape[0] if first_input.ndim else None
+    if is_untyped and batch in x.shape[: heads.dimension]:
+        [batch_entry] = pad_entries(jax.typeof(first_input).sharding.spec, 1)
+        entries[x.shape.index(batch)] = batch_entry
+    entries[heads.dimension] = entry_of(sorted(heads.axes, key=str))
+    return PartitionSpec(*entries)
 
 
 def _warn(transform: Sharded, head: str, lines: Sequence[str], remedy: str, *, anchor: str) -> None:
