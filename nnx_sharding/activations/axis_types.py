@@ -46,7 +46,7 @@ from ..core.retyping import LEFT_AUTO_AXES, AxisTypeChange, RetypedArrays, call_
 from ..specs.activation_sharding import ActivationSharding, InOutSharding
 from ..specs.fitting import keep_axes, spec_axes
 from ..specs.types import AxisName
-from .calls import Tag
+from .calls import Shape, Tag
 from .intercept import Keywords
 from .variables import is_layer, modules_in
 
@@ -75,25 +75,26 @@ def with_auto_axes(
     if change is None:  # all of these axes are Auto already
         return call(inputs)
     flat_inputs = flatten(inputs)
-    arrays = RetypedArrays.of(change, flat_inputs.leaves)  # with the types outside, and inside
+    # Each array of the inputs with both types: outside of the call, and inside.
+    retyped_inputs = RetypedArrays.of(change, flat_inputs.leaves)
     try:
         # The result of the function and the changed modules, flattened.
-        flat_after = call_retyped(flat_inputs, arrays, call)
+        flat_after = call_retyped(flat_inputs, retyped_inputs, call)
     except BaseException:
         # The modules hold arrays with the types inside. A caller that catches the error may use the
         # modules again, so they get the arrays back that they had.
         # `rebuild` changes the modules in place, so its result is not needed here.
-        flat_inside = flat_inputs._replace(leaves=arrays.inside)
+        flat_inside = flat_inputs._replace(leaves=retyped_inputs.inside)
         rebuild(flat_inside, flat_inputs.leaves, foreign=True)
         raise
     # By slot: arrays with the types outside (unchanged arrays, and arrays that replace others), and
-    # the new arrays, whose types nothing here tells.
-    outer_leaves, untyped = arrays.with_outer_types(flat_inputs.structure, flat_after)
+    # the new arrays, whose types outside are not known.
+    outer_leaves, new_arrays = retyped_inputs.with_outer_types(flat_inputs.structure, flat_after)
     left_auto_axes = LEFT_AUTO_AXES.get()  # None outside of a lifted function
-    for slot, x in untyped.items():
-        outer_leaves[slot] = retype(x)
+    for slot, new_array in new_arrays.items():
+        outer_leaves[slot] = retype(new_array)
         if left_auto_axes is not None:
-            left_auto_axes.add(outer_leaves[slot], x)
+            left_auto_axes.add(outer_leaves[slot], new_array)
     return rebuild(flat_after, outer_leaves, foreign=True)
 
 
@@ -181,13 +182,7 @@ def output_spec(x: jax.Array, like: jax.Array, spec: PartitionSpec | None) -> Pa
     is_like_input = (spec is None and has_same_shape) or is_value_per_row
     # The number of leading dimensions that may be like the input's: all, or all but the features.
     count = x.ndim if is_like_input else max(x.ndim - 1, 0)
-    leading = []
-    like_entries = jax.typeof(like).sharding.spec.partitions
-    for size, like_size, entry in zip(x.shape[:count], like.shape, like_entries, strict=False):
-        if size != like_size:
-            break
-        leading.append(entry)
-    leading_spec = PartitionSpec(*leading)
+    leading_spec = _spec_of_equal_dimensions(x.shape[:count], like)
     if spec is None:
         return leading_spec
     # An axis can shard one dimension only, so the axes of the known spec are left out.
@@ -196,6 +191,20 @@ def output_spec(x: jax.Array, like: jax.Array, spec: PartitionSpec | None) -> Pa
     # Either list of entries may be shorter. A missing entry is None, for a whole dimension.
     pairs = itertools.zip_longest(spec.partitions, free_entries)
     return PartitionSpec(*(free if known is OPEN else known for known, free in pairs))
+
+
+def _spec_of_equal_dimensions(shape: Shape, like: jax.Array) -> PartitionSpec:
+    """Returns the entries of an array's type for its leading dimensions that have these sizes.
+
+    For the sizes (8, 16), the spec of an array f32[8@data, 4@model] is ``P("data")``.
+    """
+    entries = []
+    like_entries = jax.typeof(like).sharding.spec.partitions
+    for size, like_size, entry in zip(shape, like.shape, like_entries, strict=False):
+        if size != like_size:
+            break
+        entries.append(entry)
+    return PartitionSpec(*entries)
 
 
 def opened(spec: PartitionSpec | None) -> PartitionSpec | None:

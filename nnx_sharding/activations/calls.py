@@ -237,9 +237,12 @@ def in_call(frame: Frame) -> Iterator[Frame]:
     outer_frame = FRAME.get()
     path = frame.tag.accessor
     rest_of_path = path if outer_frame is None else path.removeprefix(outer_frame.tag.accessor)
-    # "model.up" is within "model", but "model_2" is not.
-    is_within = rest_of_path[:1] in ("", ".", "[")
-    name = (rest_of_path.lstrip(".") or frame.method) if is_within else path
+    if not rest_of_path:  # the module of the outer call calls another method of itself
+        name = frame.method
+    elif rest_of_path[0] in ".[":  # "model.up" and "model[0]" are within "model"
+        name = rest_of_path.lstrip(".")
+    else:  # no outer call, or a call of another module, such as "model_2"
+        name = path
     token = FRAME.set(frame)
     try:
         with jax.named_scope(name):

@@ -4,7 +4,7 @@ On Explicit axes the sharding of an array is a part of its type; on Auto axes th
 it. A strategy that infers shardings runs modules on Auto axes (``is_by_strategy`` of a frame, which
 is the call of a module; its ``tag`` has the path and an expression for the module).
 
-:func:`refuse_constraint` is about ``with_sharding_constraint`` on Explicit axes, :func:`explain`
+:func:`raise_if_constraint` is about ``with_sharding_constraint`` on Explicit axes, :func:`explain`
 about operations that need types in a module whose axes a strategy made Auto, and
 :func:`refuse_untyped` about operations whose result JAX cannot type. :func:`see` adds to an error
 how to read its section of ``docs/errors.md``, and returns the error.
@@ -43,7 +43,7 @@ def exact_path(path: Path) -> str:
     return f"^{re.escape(path_string(path))}$"
 
 
-def refuse_constraint(error: Exception, name: str, module: str = "", path: Path = ()) -> None:
+def raise_if_constraint(error: Exception, name: str, module: str = "", path: Path = ()) -> None:
     """Raises our error for JAX's about ``with_sharding_constraint`` on Explicit axes.
 
     Returns for any other error.
@@ -105,7 +105,7 @@ def explain(error: ValueError, name: str, frame: Frame) -> None:
     mesh = jax.sharding.get_abstract_mesh()
     runs_as_written = axes_of_type(mesh, AxisType.Explicit) and not frame.is_by_strategy
     if runs_as_written:
-        refuse_constraint(error, name, module, path)  # returns unless it can explain the error
+        raise_if_constraint(error, name, module, path)  # returns for any other error
     elif _NEEDS_EXPLICIT_AXES.search(str(error)):
         as_written = InOutSharding(method=frame.method, axis_types=AxisType.Explicit)
         entry = {exact_path(path): as_written}

@@ -119,13 +119,16 @@ def _gather(arrays: list[jax.Array], targets: list[NamedSharding]) -> list[jax.A
     Arrays of one kind go into one operation, because that takes less time to trace. The kinds are
     arrays with a type over Explicit axes, and all others.
     """
-    are_typed = {type_spec(array) is not None for array in arrays}
-    if len(are_typed) > 1:  # a module may also hold an array that is on no mesh
-        pairs = zip(arrays, targets, strict=True)
-        return [gathered for array, target in pairs for gathered in _gather([array], [target])]
-    if True in are_typed:
+    are_typed = [type_spec(array) is not None for array in arrays]
+    if not any(are_typed):
+        return apply_shardings(arrays, targets) if arrays else []
+    if all(are_typed):
         return jax.sharding.reshard(arrays, targets)  # type: ignore[no-any-return]
-    return apply_shardings(arrays, targets) if arrays else []
+    # A module may also hold an array that is on no mesh. Then each array is gathered by itself.
+    gathered = []
+    for array, target in zip(arrays, targets, strict=True):
+        gathered += _gather([array], [target])
+    return gathered
 
 
 def spec_of_slice(spec: PartitionSpec, shape: Shape, slice_shape: Shape) -> PartitionSpec:
@@ -144,15 +147,18 @@ def spec_of_slice(spec: PartitionSpec, shape: Shape, slice_shape: Shape) -> Part
       The spec. If ``slice_shape`` is not the shape of any slice, it is ``P()``, which shards
       nothing, for example for a value that the user's code has reshaped.
     """
+    # `combinations` begins with the choice that keeps the leading dimensions. The order is reversed
+    # because loops remove these: the choice that keeps the last dimensions comes first.
+    choices = [*itertools.combinations(range(len(shape)), len(slice_shape))]
     # For each choice of kept dimensions that fits the shape, the entries of the spec that are left.
     # For (4, 8) → (8,), dimension 1 is kept, so the entries are ["model"].
     candidates: list[list[Any]] = []
-    for kept_dimensions in itertools.combinations(range(len(shape)), len(slice_shape)):
+    for kept_dimensions in reversed(choices):
         if tuple(shape[dimension] for dimension in kept_dimensions) == tuple(slice_shape):
             candidates.append([spec.partitions[dimension] for dimension in kept_dimensions])
-    # `combinations` begins with the leading dimensions. Loops remove these, so the last choice,
-    # which keeps the last dimensions, has to win a tie. `max` returns the first of several, so the
-    # order is reversed.
-    candidates.reverse()
-    most_sharded = max(candidates, key=lambda entries: sum(map(bool, entries)), default=())
-    return PartitionSpec(*most_sharded)
+
+    def count_sharded(entries: list[Any]) -> int:
+        return sum(bool(entry) for entry in entries)
+
+    # `max` returns the first of several choices with equally many sharded dimensions.
+    return PartitionSpec(*max(candidates, key=count_sharded, default=()))

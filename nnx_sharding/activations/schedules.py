@@ -44,15 +44,15 @@ class ScheduleUses:
         self._called = set[Place]()
         self._taken_out = set[Place]()
 
-    def run(self, name: str, path: Path) -> None:
+    def note_run(self, name: str, path: Path) -> None:
         """Records that the schedule of a module ran."""
         self._ran.add((name, path))
 
-    def call(self, name: str, path: Path) -> None:
+    def note_call(self, name: str, path: Path) -> None:
         """Records that a module was called without a schedule."""
         self._called.add((name, path))
 
-    def take_out(self, stack: Any) -> None:
+    def note_single_layers(self, stack: Any) -> None:
         """Records that layers of a ``Stack`` are used one by one."""
         if (tag := _compat.tag_of(stack)) is not None:
             self._taken_out.add((tag.name, tag.path))
@@ -64,14 +64,16 @@ class ScheduleUses:
           schedules: the schedule of each module that has one, by the place of the module.
         """
         for (name, path), schedule in schedules.items():
+            place = (name, path)
             # The layers ran if a model around them was called, because it may scan them by itself,
             # or if they were called one by one, for example in a scan over ``stack.layers``. A
             # model that was not called at all, in a step that only updates it, reports nothing.
-            around = {(name, path[:count]) for count in range(len(path) + 1)}  # with the module
-            layers = (name, (*path, "layers"))
-            is_called = layers in self._called or not around.isdisjoint(self._called)
-            is_used = is_called or (name, path) in self._taken_out
-            if is_used and (name, path) not in self._ran:
+            places_around = {(name, path[:length]) for length in range(len(path))}
+            place_of_layers = (name, (*path, "layers"))
+            places_that_run_layers = {place, place_of_layers, *places_around}
+            is_called = not places_that_run_layers.isdisjoint(self._called)
+            is_used = is_called or place in self._taken_out
+            if is_used and place not in self._ran:
                 schedule.report_unscheduled(accessor(name, path))
 
 

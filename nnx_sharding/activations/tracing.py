@@ -38,7 +38,7 @@ From other modules:
     input_like        the input like which an output is typed; `output_spec` the resulting spec
     spec_of_columns   the spec of an output whose last dimensions are columns of a kernel, or None
     refuse_untyped    always raises an error of ours that names the module
-    refuse_constraint, explain
+    raise_if_constraint, explain
                       raise an error of ours, or add a note, if they can explain the given error
 """
 
@@ -102,7 +102,7 @@ from .explanations import (
     add_hint_outside,
     explain,
     is_explained,
-    refuse_constraint,
+    raise_if_constraint,
     refuse_untyped,
 )
 from .gathering import gathered_values
@@ -157,7 +157,7 @@ def sharded_activations(
     except ValueError as error:
         # An error of a module has a note already, with the module's name.
         if not is_explained(error):
-            refuse_constraint(error, plan.transform.name)  # returns unless it can explain the error
+            raise_if_constraint(error, plan.transform.name)  # returns for any other error
         raise
 
 
@@ -225,15 +225,8 @@ class Scope:
         axes_of_map = transform.usable_axes or ()  # the Manual axes of a `shard_map`; none in `jit`
         self._axes = frozenset(self._mesh.axis_names if self._mesh else ()).difference(axes_of_map)
 
-        # The scope handles calls even if nothing is declared, to explain JAX's errors about
-        # Explicit axes, and to record calls for a report. The scope of a trace around this one does
-        # both already. The mesh in context counts because captured arrays may be on it though no
-        # argument is.
-        mesh_in_context = jax.sharding.get_abstract_mesh()
-        has_explicit = self._explicit_axes or axes_of_type(mesh_in_context, AxisType.Explicit)
-        is_recorded = RECORD.value is not None
         self._outer = current_handler()
-        self._observes = self._outer is None and bool(has_explicit or is_recorded)
+        self._observes = self._has_to_observe()
 
         # The first source is declared for the whole function. `_tag_arguments` adds the sources of
         # single arguments. The context depends on all sources, so it comes last.
@@ -244,6 +237,20 @@ class Scope:
         self._tagger = Tagger(plan, unflattened, self._mesh, self._axes, self._explicit_axes)
         self._tag_arguments()
         self.context = self._context()
+
+    def _has_to_observe(self) -> bool:
+        """Returns whether this scope handles calls even if nothing is declared.
+
+        It does so to explain JAX's errors about Explicit axes, and to record calls for a report.
+        The scope of a trace around this one does both already.
+        """
+        if self._outer is not None:
+            return False
+        # The mesh in context counts because captured arrays may be on it though no argument is.
+        mesh_in_context = jax.sharding.get_abstract_mesh()
+        has_explicit = self._explicit_axes or axes_of_type(mesh_in_context, AxisType.Explicit)
+        is_recorded = RECORD.value is not None
+        return bool(has_explicit or is_recorded)
 
     def _context(self) -> TraceContext:
         """Returns the key of this trace for JAX: one object for equal declarations.
@@ -285,7 +292,7 @@ class Scope:
         like the calls in it.
         """
         if not args or not isinstance(args[0], nnx.Module):
-            return self._with_uses(fun, args, kwargs)
+            return self._call_handled(fun, args, kwargs)
         # A method of the module's class may be given as ``fun``: `jit(Model.__call__)(model, x)`.
         # The class may hold it within decorators, each of which has the next one in `__wrapped__`.
         name = getattr(fun, "__name__", "")
@@ -293,14 +300,14 @@ class Scope:
         while method is not None and method is not fun:
             method = original_of(getattr(method, "__wrapped__", None))
         if method is None:
-            return self._with_uses(fun, args, kwargs)
+            return self._call_handled(fun, args, kwargs)
         # ``fun`` is the plain function, which no descriptor of the class intercepts. So this calls
         # the scope as the handler of that call, as a descriptor would do.
         module, *other_args = args
         bound = functools.partial(fun, module)
-        return self._with_uses(self, (module, name, bound, tuple(other_args), kwargs), {})
+        return self._call_handled(self, (module, name, bound, tuple(other_args), kwargs), {})
 
-    def _with_uses(self, fun: Call, args: tuple[Any, ...], kwargs: Keywords) -> Any:
+    def _call_handled(self, fun: Call, args: tuple[Any, ...], kwargs: Keywords) -> Any:
         """Calls a function with this handler, and reports schedules that it did not use.
 
         `with_handler` turns calls of modules in the function into calls of this scope. A schedule
@@ -395,20 +402,12 @@ class Scope:
                 return redirected
             args, kwargs = redirected
         if method == "__call__" and (uses := SCHEDULE_USES.get()) is not None:
-            # `uses.run` notes a call by the schedule, `uses.call` a plain one.
-            record_use = uses.call if schedule is None else uses.run
-            record_use(tag.name, tag.path)
+            if schedule is None:
+                uses.note_call(tag.name, tag.path)
+            else:
+                uses.note_run(tag.name, tag.path)
         with in_call(Frame(tag, module, method)) as frame:
-            try:
-                out = self._call_sharded(frame, schedule, call, args, kwargs)
-            except _compat.SHARDING_ERRORS as error:
-                # This always raises.
-                refuse_untyped(error, self._transform.name, frame, (args, kwargs))
-            except ValueError as error:
-                if self._explicit_axes:
-                    # Raises another error, or adds a note, or does nothing.
-                    explain(error, self._transform.name, frame)
-                raise
+            out = self._call_with_own_errors(frame, schedule, call, args, kwargs)
             frame.record(out)  # for reports; does nothing in any other trace
         if schedule is None and method != "__call__":
             # A pipeline of ``__call__`` does not run in other methods, which may be a mistake.
@@ -416,6 +415,31 @@ class Scope:
             if unused is not None:
                 unused.report_other_method(tag, method, args, out)
         return out
+
+    def _call_with_own_errors(
+        self,
+        frame: Frame,
+        schedule: CallSchedule | None,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Keywords,
+    ) -> Any:
+        """Runs `_call_sharded` with the same arguments; explains JAX's errors about types of axes.
+
+        Raises:
+          ActivationError: JAX cannot type an operation of the method, or the method passes specs to
+            ``with_sharding_constraint`` that need Auto axes.
+        """
+        try:
+            return self._call_sharded(frame, schedule, call, args, kwargs)
+        except _compat.SHARDING_ERRORS as error:
+            # This always raises.
+            refuse_untyped(error, self._transform.name, frame, (args, kwargs))
+        except ValueError as error:
+            if self._explicit_axes:
+                # Raises another error, or adds a note, or does nothing.
+                explain(error, self._transform.name, frame)
+            raise
 
     def _schedule(self, tag: Tag, module: object, method: str) -> CallSchedule | None:
         """Returns the schedule by which a strategy runs a call of a method; None for a plain call.
@@ -457,7 +481,7 @@ class Scope:
         has_specs = bool(frame.tag.specs)  # not empty: the module has Variables of its own
         if has_specs:
             self._whole_outputs.begin_layer()
-        chosen = self._find(frame)  # the declared specs of input and output; they may be None
+        chosen = self._choose(frame)  # the declared specs of input and output; they may be None
         if chosen.input is not None and args:
             first_arg = self._constrainer.constrain(args[0], chosen.input, frame, side="input")
             args = (first_arg, *args[1:])
@@ -632,13 +656,14 @@ class Scope:
         spec: PartitionSpec | None
         if chosen is not None:
             spec = keep_axes(chosen.spec, explicit)
-        else:
+        elif type_spec(x) is not None:
             spec = opened(type_spec(x))  # leaves dimensions without an axis open
+        else:
             # The columns of the model itself (its path is empty) stay whole, because JAX refuses to
             # index sharded columns, and losses index logits.
             is_inner = bool(frame.tag.path)
-            if spec is None and is_inner and (columns := self._spec_of_columns(frame, x)):
-                spec = keep_axes(columns, explicit)
+            columns = self._spec_of_columns(frame, x) if is_inner else None
+            spec = None if columns is None else keep_axes(columns, explicit)
         like = input_like(x, inputs)
         assert like is not None  # axes are Auto only for a call with an input on Explicit axes
         # The dimensions that ``spec`` leaves open become like those of ``like``: all of them if the
@@ -668,12 +693,12 @@ class Scope:
         axes = self._explicit_axes.difference(self._plan.batch_axes)
         return spec_of_columns(frame.module, frame.tag, x, axes)
 
-    def _find(self, frame: Frame) -> InOutSharding:
-        """Returns the shardings of the first source that has a filter for the call.
+    def _choose(self, frame: Frame) -> InOutSharding:
+        """Chooses the shardings of the first source that has a filter for the call.
 
-        The user's source comes first, so it precedes strategies. The filters that match in all
-        sources count as used, though only one decides, because none of them is a mistake. Writes
-        into ``frame`` who decided, and whether specs that do not fit are an error.
+        Writes into ``frame`` who decided, and whether specs that do not fit are an error. The
+        user's source comes first, so it precedes strategies. The filters that match in all sources
+        count as used, though only one decides, because none of them is a mistake.
         """
         chosen = None
         for source in frame.tag.sources:

@@ -137,16 +137,19 @@ def _typed_like(tree: Any, like: Any, mesh: AbstractMesh) -> Any:
       mesh: the mesh of the new types.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    is_same = jax.tree.structure(like) == treedef  # type: ignore[operator]
-    like_leaves = jax.tree.leaves(like) if is_same else [None] * len(leaves)
+    has_same_structure = jax.tree.structure(like) == treedef  # type: ignore[operator]
+    like_leaves = jax.tree.leaves(like) if has_same_structure else [None] * len(leaves)
     specs: list[PartitionSpec | None] = []  # for each leaf; None leaves it as it is
     for x, like_leaf in zip(leaves, like_leaves, strict=True):
         if not isinstance(x, jax.Array):
             specs.append(None)
             continue
-        is_like = like_leaf is not None and jnp.shape(x) == jnp.shape(like_leaf)
-        spec = (type_spec(like_leaf) if is_like else None) or PartitionSpec()
-        # Only the partitions are kept. Over `unreduced` and `reduced` axes each device has a
-        # summand of its own, and the new array has none.
-        specs.append(PartitionSpec(*spec.partitions))
+        has_same_shape = like_leaf is not None and jnp.shape(x) == jnp.shape(like_leaf)
+        spec = type_spec(like_leaf) if has_same_shape else None
+        if spec is None:
+            specs.append(PartitionSpec())
+        else:
+            # Only the partitions are kept. Over `unreduced` and `reduced` axes each device has a
+            # summand of its own, and the new array has none.
+            specs.append(PartitionSpec(*spec.partitions))
     return jax.tree.unflatten(treedef, retype_all(leaves, mesh, specs))

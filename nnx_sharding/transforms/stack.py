@@ -27,8 +27,8 @@ From other modules:
     type_spec       the spec over Explicit axes in the type of an array; None without such axes
     apply_shardings gives each array a sharding; an array whose sharding is None stays as it is
     SCHEDULE_USES   a context variable with the record of how stacks are used, if a strategy runs
-                    whole stacks, such as a pipeline; otherwise None. ``take_out`` records that
-                    layers of a stack are used one by one
+                    whole stacks, such as a pipeline; otherwise None. ``note_single_layers`` records
+                    that layers of a stack are used one by one
     modules_in      the modules in a module, itself included, each with its path
 """
 
@@ -53,7 +53,7 @@ from ..core.rebuild import rebuild
 from ..core.structure import Location, NodeEntry
 from ..errors import raise_if_any
 from ..specs.activation_sharding import checked_prefetch
-from ..specs.fitting import show, with_entries
+from ..specs.fitting import pad_entries, show, with_entries
 from ..specs.paths import Path, accessor
 from .in_trace import replace_slots
 from .mapped_axes import Carry, StateAxes
@@ -188,7 +188,7 @@ class Stack(nnx.Module):
         Does nothing if there is no such strategy.
         """
         if (uses := SCHEDULE_USES.get()) is not None:
-            uses.take_out(self)
+            uses.note_single_layers(self)
 
     def _prefetching(self) -> AbstractContextManager[None]:
         """Returns a context in which loops gather the parameters of the next layer ahead.
@@ -373,8 +373,8 @@ def _make_layers(
         return isinstance(x, nnx.Rngs | nnx.RngStream)
 
     # Only the streams are mapped, so they are arguments. The function captures all else.
-    by_position = {i: x.split(length) for i, x in enumerate(args) if is_stream(x)}
-    by_name = {key: x.split(length) for key, x in kwargs.items() if is_stream(x)}
+    streams_by_position = {i: x.split(length) for i, x in enumerate(args) if is_stream(x)}
+    streams_by_name = {key: x.split(length) for key, x in kwargs.items() if is_stream(x)}
 
     def make_one(by_position: dict[int, Any], by_name: dict[str, Any]) -> Any:
         positional = [by_position.get(i, x) for i, x in enumerate(args)]
@@ -383,7 +383,7 @@ def _make_layers(
     # Masks and other arrays outside of Variables are the same in all layers.
     out_axes = StateAxes({nnx.Not(nnx.Variable): None, ...: 0})
     make_all = vmap(make_one, out_axes=out_axes, axis_size=length, **LAYER_OPTIONS)
-    layer = make_all(by_position, by_name)
+    layer = make_all(streams_by_position, streams_by_name)
     flat = flatten_layer(layer)
     # Arrays outside of Variables have no dimension for layers. A location without slots, such as a
     # Variable that holds an empty pytree, has no arrays, so it is not listed.
@@ -472,7 +472,10 @@ def _gather_layers(x: jax.Array) -> jax.Array:
     dimension that an Explicit axis shards. On Auto axes, XLA gathers what it needs.
     """
     spec = type_spec(x)  # over Explicit axes; None without any
-    if spec is None or spec.partitions[:1] in ((), (None,)):  # no axis shards the layers
+    if spec is None:
+        return x
+    [layers_entry] = pad_entries(spec, 1)
+    if layers_entry is None:  # no axis shards the layers
         return x
     unsharded = with_entries(spec, [None, *spec.partitions[1:]])
     [gathered] = apply_shardings([x], [NamedSharding(sharding_of(x).mesh, unsharded)])
