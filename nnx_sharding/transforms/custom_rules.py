@@ -442,42 +442,54 @@ class _CallWithVjp(_Call):
           function, the list of arrays in ``self.slots``; None means zeros.
         """
         _, backward_rule = self.rules
-        outcome = forward.outcome
-        # The first step finds the cotangent of each array after the call, by slot. An array that
-        # the call did not change is no output of JAX's function: its cotangent goes around the
-        # rule, so the rule gets zeros for it.
-        by_slot_after: list[Any] = []
-        for group, position in outcome.sources:
-            is_unchanged = group == INPUT
-            cotangent = (
-                self._zero_cotangent(position) if is_unchanged else cotangents[group][position]
-            )
-            by_slot_after.append(cotangent)
-        # The last slot is for arrays in the arguments that are not among the arrays after the call.
-        by_slot_after.append(None)
-        no_slot = len(by_slot_after) - 1
-        arguments = _arguments_after(forward.arguments, outcome, no_slot)
-        # The second step calls the user's rule. `custom_vjp` describes what the rule gets in both
-        # modes.
         nondiff, user_residuals = unflatten(forward.residuals, residuals).root
-        options: dict[str, Any] = {}
-        if self.transform.has_states:  # with graph updates
-            g = self._cotangents_in_states(outcome, arguments, by_slot_after)
-        else:
-            g = unflatten(outcome.structure, by_slot_after).root  # in the form of the output
-            if "updates_g" in inspect.signature(backward_rule).parameters:
-                # `existing` has None for each unchanged Variable, so `unflatten` puts None there.
-                unchanged = dict.fromkeys(_unchanged_variables(arguments, outcome))
-                args, _ = unflatten(arguments, by_slot_after, existing=unchanged).root
-                options["updates_g"] = args
+        g, options = self._cotangent_arguments(forward, cotangents)
         results = backward_rule(*nondiff, user_residuals, g, **options)
-        # The third step takes the arrays that JAX differentiates from the user's modules and
-        # arrays. None in place of a module or an array stands for zeros.
+        # JAX gets the arrays that it differentiates, out of the user's modules and arrays. None in
+        # place of a module or an array stands for zeros.
         form = forward.cotangent_form
         name = f"custom_vjp: {name_of(backward_rule)}: cotangents"  # for messages
         input_cotangents = form.tangents_in(name, results, may_omit=True)
         by_slot = dict(zip(form.slots, input_cotangents, strict=True))
         return ([by_slot.get(slot) for slot in self.slots],)
+
+    def _cotangent_arguments(
+        self, forward: _ForwardPass, cotangents: GroupArrays
+    ) -> tuple[Any, dict[str, Any]]:
+        """Returns the cotangents that the user's backward rule gets.
+
+        Args:
+          forward: what the forward rule did.
+          cotangents: the cotangents of the outputs of JAX's function.
+
+        Returns:
+          The argument ``g`` of the rule; and its keyword arguments: ``updates_g``, or none.
+          :func:`custom_vjp` describes them for both modes.
+        """
+        outcome = forward.outcome
+        # The cotangent of each array after the call, by slot. An array that the call did not change
+        # is no output of JAX's function: its cotangent goes around the rule, so the rule gets zeros
+        # for it.
+        by_slot_after: list[Any] = []
+        for group, position in outcome.sources:
+            if group == INPUT:
+                by_slot_after.append(self._zero_cotangent(position))
+            else:
+                by_slot_after.append(cotangents[group][position])
+        # The last slot is for arrays in the arguments that are not among the arrays after the call.
+        by_slot_after.append(None)
+        no_slot = len(by_slot_after) - 1
+        arguments = _arguments_after(forward.arguments, outcome, no_slot)
+        if self.transform.has_states:  # with graph updates
+            return self._cotangents_in_states(outcome, arguments, by_slot_after), {}
+        g = unflatten(outcome.structure, by_slot_after).root  # in the form of the output
+        _, backward_rule = self.rules
+        if "updates_g" not in inspect.signature(backward_rule).parameters:
+            return g, {}
+        # `existing` has None for each unchanged Variable, so `unflatten` puts None there.
+        unchanged = dict.fromkeys(_unchanged_variables(arguments, outcome))
+        args, _ = unflatten(arguments, by_slot_after, existing=unchanged).root
+        return g, {"updates_g": args}
 
     def _zero_cotangent(self, slot: int) -> Any:
         """Returns zeros for the leaf in a slot of the arguments; for integers, of ``float0``."""

@@ -211,7 +211,7 @@ class _Loop:
       _out_treedef: the structure of what the step returns, ``(carry, results)``.
       _num_carried: the number of arrays in the whole carry.
       _is_changed: for each array of the whole carry, whether a step changes it.
-      _initial: the whole first carry, flat.
+      _unchanged: the arrays of the carry that no step changes.
       _arguments: the arguments of the loop, the four lists above.
     """
 
@@ -251,15 +251,9 @@ class _Loop:
         # While the step is traced, its modules must not gather these parameters themselves. The
         # value that a loop around this one has set is kept.
         names = frozenset(gather.name for gather in self._gathers)
-        trace = jax.make_jaxpr(flat_step, return_shape=True)
         first_slices = self._gather(shards, layer=0), _slice_layer(rest, 0)
         with PREFETCHED(names | (PREFETCHED.value or frozenset())):
-            self._jaxpr, out = trace(initial, *first_slices)
-            promoted = _promote_weak_types(initial, self._jaxpr.out_avals)
-            # An array that keeps its dtype is the same object. Then nothing is traced again.
-            if any(x is not y for x, y in zip(initial, promoted, strict=True)):
-                initial = promoted
-                self._jaxpr, out = trace(initial, *first_slices)
+            self._jaxpr, out, initial = _trace_step(flat_step, initial, *first_slices)
         self._out_treedef = jax.tree.structure(out)  # the structure of (carry, results)
         self._num_carried = len(initial)
 
@@ -270,12 +264,24 @@ class _Loop:
         carry_out = self._jaxpr.jaxpr.outvars[: len(initial)]
         pairs = zip(carry_in, carry_out, strict=True)
         self._is_changed = [variable_in is not variable_out for variable_in, variable_out in pairs]
-        initial_pairs = [*zip(initial, self._is_changed, strict=True)]
-        changed = [x for x, is_changed in initial_pairs if is_changed]
-        unchanged = [x for x, is_changed in initial_pairs if not is_changed]
-        constants = [*self._jaxpr.consts, *unchanged]  # `_step` separates the two again
+        changed, self._unchanged = self._split_carry(initial)
+        constants = [*self._jaxpr.consts, *self._unchanged]  # `_step` separates the two again
         self._arguments = constants, changed, shards, rest
-        self._initial = initial  # the whole first carry, flat
+
+    def _split_carry(self, carry: Arrays) -> tuple[list[Any], list[Any]]:
+        """Returns the arrays of a whole carry that steps change, and those that none changes."""
+        changed, unchanged = list[Any](), list[Any]()
+        for x, is_changed in zip(carry, self._is_changed, strict=True):
+            part = changed if is_changed else unchanged
+            part.append(x)
+        return changed, unchanged
+
+    def _join_carry(self, changed: Arrays, unchanged: Arrays) -> list[Any]:
+        """Joins the two parts of a carry into the whole: the inverse of `_split_carry`."""
+        next_changed, next_unchanged = iter(changed), iter(unchanged)
+        return [
+            next(next_changed if is_changed else next_unchanged) for is_changed in self._is_changed
+        ]
 
     def results(self) -> tuple[Any, Any]:
         """Runs the loop; returns the last carry, and the stacked results of the steps."""
@@ -296,11 +302,7 @@ class _Loop:
 
         run.defvjp(forward, backward)
         last_changed, results = run(*self._arguments)
-        # The whole carry has the arrays that steps change, and the constant ones.
-        changed_arrays = iter(last_changed)
-        pairs = zip(self._initial, self._is_changed, strict=True)
-        final_carry = [next(changed_arrays) if is_changed else x for x, is_changed in pairs]
-        leaves = [*final_carry, *results]
+        leaves = [*self._join_carry(last_changed, self._unchanged), *results]
         return jax.tree.unflatten(self._out_treedef, leaves)  # type: ignore[no-any-return]
 
     def _gather(self, shards: Arrays, layer: object) -> list[Any]:
@@ -316,15 +318,13 @@ class _Loop:
         # The constants are the arrays that the jaxpr captures, then the unchanged carry.
         num_captured = len(self._jaxpr.consts)
         captured = inputs.constants[:num_captured]
-        unchanged = iter(inputs.constants[num_captured:])
-        changed = iter(inputs.carry)
-        carry = [next(changed if is_changed else unchanged) for is_changed in self._is_changed]
+        carry = self._join_carry(inputs.carry, inputs.constants[num_captured:])
         # The captured arrays are given to the jaxpr here. Otherwise they would have no cotangents.
         step = jaxpr_as_fun(self._jaxpr.replace(consts=captured))
         out = step(*carry, *inputs.ready, *inputs.rest)  # the lists of `flat_step`, flattened
         next_carry, results = out[: self._num_carried], out[self._num_carried :]
-        pairs = zip(next_carry, self._is_changed, strict=True)
-        return [x for x, is_changed in pairs if is_changed], results
+        next_changed, _ = self._split_carry(next_carry)
+        return next_changed, results
 
     def _run(
         self, constants: Arrays, carry: Arrays, shards: Arrays, rest: Arrays, *, keep: bool
@@ -479,6 +479,30 @@ class _Loop:
         d_inexact = iter(d_carry)
         d_first = [next(d_inexact) if is_inexact(x) else None for x in d_carry_out]
         return d_constants, d_first, d_shards, d_rest
+
+
+def _trace_step(
+    flat_step: Callable[..., object], initial: Arrays, ready: Arrays, rest: Arrays
+) -> tuple[Any, Any, Arrays]:
+    """Traces a step with the dtypes that the carry has after it.
+
+    Args:
+      flat_step: the step, of these three lists.
+      initial: the whole first carry.
+      ready: the gathered parameters of the first layer.
+      rest: the first layer's slices of all other stacked arrays.
+
+    Returns:
+      The jaxpr of the step; what the step returns, with types in place of arrays; and the first
+      carry, in the dtypes of the jaxpr.
+    """
+    trace = jax.make_jaxpr(flat_step, return_shape=True)
+    jaxpr, out = trace(initial, ready, rest)
+    promoted = _promote_weak_types(initial, jaxpr.out_avals)
+    # An array that keeps its dtype is the same object. Then nothing is traced again.
+    if any(x is not y for x, y in zip(initial, promoted, strict=True)):
+        jaxpr, out = trace(promoted, ready, rest)
+    return jaxpr, out, promoted
 
 
 def _promote_weak_types(initial: Arrays, out_avals: Sequence[Any]) -> list[Any]:
