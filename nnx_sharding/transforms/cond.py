@@ -310,10 +310,10 @@ class _Branches:
         # JAX cannot pass on refs, hijax values and flags from a branch. A hijax value can only be
         # an operand that the branch returns unchanged: the same Python object.
         hijax_values = {id(x) for x in operands if not _compat.is_plain_array(x)}
-        results = [
-            x if is_traced(x) and not _compat.is_ref(x) and id(x) not in hijax_values else None
-            for x in arrays_after
-        ]
+        results = []
+        for x in arrays_after:
+            can_pass_on = is_traced(x) and not _compat.is_ref(x) and id(x) not in hijax_values
+            results.append(x if can_pass_on else None)
         self._types[number] = self._named_types(outcome, groups, results)
         self._check_types(number)  # raises unless all branches leave the same types
         return results

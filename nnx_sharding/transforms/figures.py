@@ -183,28 +183,32 @@ class Figures:
           ValueError: the function computes something else now than when it was compiled.
         """
         program = self.dumped.compiled_program(self._arguments, self._mesh)
-        is_another_program = _types_of(program.module) != _types_of(self.module)
-        # Compilers may fuse in another way the second time, which changes flops by little. The
-        # flops are also None for loops of unknown length.
-        flops_of_calls = None if self.cost is None else self.cost.flops
-        # `executed` has pairs of an instruction and its flops in one run, by the name of the
-        # computation; None if a part of the program is not understood. `runs` says how often each
-        # computation runs.
-        if flops_of_calls is not None and program.executed is not None:
-            flops = sum(
-                work.flops * program.module.runs[name].least
-                for name, works in program.executed.items()
-                for _, work in works
-            )
-            if abs(flops - flops_of_calls) > 0.2 * flops_of_calls:
-                is_another_program = True
-        if is_another_program:
+        has_other_types = _types_of(program.module) != _types_of(self.module)
+        if has_other_types or self._has_other_flops(program):
             raise ValueError(
                 f"{self._plan.fun_name} is another program than the one that was compiled: "
                 "by_module and by_line trace it once more, and what it captures, or a setting of "
                 "JAX, has changed since. Compile it again."
             )
         return program
+
+    def _has_other_flops(self, program: CompiledProgram) -> bool:
+        """Returns whether a program has clearly other flops than calls; False if they are unknown.
+
+        A fifth more or less counts as equal, because a compiler may fuse in another way the second
+        time, which changes flops by little.
+        """
+        # The flops of calls are None for loops of unknown length.
+        flops_of_calls = None if self.cost is None else self.cost.flops
+        # `executed` has pairs of an instruction and its flops in one run, by the name of the
+        # computation; None if a part of the program is not understood.
+        if flops_of_calls is None or program.executed is None:
+            return False
+        flops = 0.0
+        for name, works in program.executed.items():
+            num_runs = program.module.runs[name].least  # how often the computation runs
+            flops += sum(work.flops for _, work in works) * num_runs
+        return abs(flops - flops_of_calls) > 0.2 * flops_of_calls
 
     def activations(self, *, compile_again: bool) -> ActivationTable:
         """Lists the outputs of modules, with the specs that the compiler chose.
@@ -255,7 +259,8 @@ class Figures:
             if subject in self._rows_by_path:
                 return self._why_argument(subject)
             in_module = f"{subject}.", f"{subject}["
-            if paths := [path for path in self._rows_by_path if path.startswith(in_module)]:
+            paths = [path for path in self._rows_by_path if path.startswith(in_module)]
+            if paths:
                 return self._why_module(subject, paths)
         collectives = self.collectives or ()
         name = subject if isinstance(subject, str) else subject.name
@@ -297,8 +302,9 @@ class Figures:
             reason = self._why_argument(path)
             rule = " ".join(reason.facts[:1])  # empty if there is no reason
             facts.append(f"{reason.subject}. {rule}")
-        if more := len(paths) - len(facts):
-            facts.append(f"And {more} more: ask for one of its modules.")  # a module lists fewer
+        num_unlisted = len(paths) - len(facts)
+        if num_unlisted:  # a module in it has fewer arrays, so that more of them are listed
+            facts.append(f"And {num_unlisted} more: ask for one of its modules.")
         rows = [self._rows_by_path[path] for path in paths]
         local = bytes_text(sum(row.bytes_per_device for row in rows))
         total = bytes_text(sum(row.bytes_total for row in rows))
@@ -414,7 +420,7 @@ class Figures:
 
 def _types_of(module: Module) -> list[list[tuple[str, tuple[int, ...]]]]:
     """Lists the dtypes and shapes of the arrays that a program takes, and last of its results."""
-    ends = [module.parameters[number] for number in sorted(module.parameters)]
+    instructions = [module.parameters[number] for number in sorted(module.parameters)]
     if module.entry is not None and module.entry.name in module.roots:
-        ends.append(module.roots[module.entry.name])
-    return [[(array.dtype, array.dims) for array in end.results] for end in ends]
+        instructions.append(module.roots[module.entry.name])
+    return [[(x.dtype, x.dims) for x in instruction.results] for instruction in instructions]

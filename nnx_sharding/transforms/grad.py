@@ -42,6 +42,7 @@ from ..core.functions import name_of
 from ..core.locations import NamedLocation, locate
 from ..core.plan import Plan
 from ..core.signature import ArgTree, Roles, SortedCall
+from ..core.structure import Location, Structure
 from ..core.unflatten import pytree_of, unflatten, value_at
 from ..errors import raise_if_any, see
 from ..specs.filters import to_predicate
@@ -246,10 +247,9 @@ class _Gradient(Differentiation):
             raise TypeError(
                 f"{self.name}: {fun_name} must return a scalar loss, got {type_text(out)}.{hint}"
             )
-        kind, dtype = (
-            ("complex", jnp.complexfloating) if self.holomorphic else ("real", jnp.floating)
-        )
-        if not jnp.issubdtype(jnp.result_type(out), dtype):
+        kind = "complex" if self.holomorphic else "real"
+        expected_dtype = jnp.complexfloating if self.holomorphic else jnp.floating
+        if not jnp.issubdtype(jnp.result_type(out), expected_dtype):
             is_complex = jnp.issubdtype(jnp.result_type(out), jnp.complexfloating)
             hint = " Give holomorphic=True, or take its absolute value." if is_complex else ""
             raise TypeError(
@@ -288,8 +288,8 @@ class PreparedCall(NamedTuple):
 
         Returns:
           A gradient for each target: a pytree like the argument, with a state in place of each
-          module, or with a new module that holds gradients. Unless there is a
-          single target, the result is a tuple of these.
+          module, or with a new module that holds gradients. The result is a tuple of gradients, or
+          with ``is_single`` the only one.
         """
         by_slot = dict(zip(self.slots, arrays, strict=True))
         # Targets that share a module share its gradients, so all arguments are built together,
@@ -319,6 +319,18 @@ class PreparedCall(NamedTuple):
         # map over the model and its gradient together.
         statics = {index: objects[index] for index in structure.static_indices()}
         return _by_name(self.plan, unflatten(structure, leaves, existing=statics).root)
+
+
+def _has_gradient(structure: Structure, location: Location) -> bool:
+    """Whether there is a gradient for a Variable or an array, perhaps an empty one.
+
+    A Variable whose value is an empty pytree has an empty gradient. A Variable whose value is no
+    pytree, such as a static value, has none.
+    """
+    if location.slots:
+        return True
+    index = location.object_index
+    return index is not None and pytree_of(structure.entries[index]) is not None
 
 
 def in_states(flat: Flat, target: Target, values: Mapping[int, object]) -> Any:
@@ -537,7 +549,8 @@ class ValueAndGrad(Differentiable[P, R]):
         if len(filters) < len(wrt):
             positions = [argnum for argnum, _ in wrt]
             raise ValueError(f"{name}: argnums names an argument more than once: {positions!r}.")
-        if unknown := [repr(x) + suggestion(x, arguments) for x in filters if x not in arguments]:
+        unknown = [repr(x) + suggestion(x, arguments) for x in filters if x not in arguments]
+        if unknown:
             raise ValueError(
                 f"{name}: argnums names unknown arguments: {', '.join(unknown)}. "
                 f"The arguments: {', '.join(arguments)}."
@@ -558,24 +571,19 @@ class ValueAndGrad(Differentiable[P, R]):
         predicates = {argument: to_predicate(filter_) for argument, filter_ in filters.items()}
         variables_so_far = set[int]()  # the indices of the Variables found so far
         for named in locate(flat.structure, plan.arguments):
-            # The index is None for an array in no Variable.
-            path, index, slots = named.location
+            location = named.location
+            index = location.object_index  # None for an array in no Variable
+            # The predicate is None if the argument is not differentiated.
             predicate = predicates.get(named.argument.name)
-            if predicate is None:  # the argument is not differentiated
+            if predicate is None or not _has_gradient(flat.structure, location):
                 continue
             # A shared Variable has its gradient in the first place, as in Flax.
             if index in variables_so_far:
                 continue
-            # A Variable whose value is an empty pytree has no arrays, and an empty gradient. A
-            # Variable whose value is no pytree, such as a static value, has no gradient.
-            if not slots:
-                entry = None if index is None else flat.structure.entries[index]
-                if pytree_of(entry) is None:  # None: the Variable holds no pytree
-                    continue
             # Filters choose in modules. A Variable or an array that is itself an argument or an
             # item of one has the empty path, and `argnums` alone chooses it.
             subject = named.subject(flat.objects, flat.leaves)
-            is_in_module = path != ()
+            is_in_module = location.path != ()
             if is_in_module and not any(predicate(other, subject) for other in named.paths):
                 continue
             locations[named.argument.name].append(named)

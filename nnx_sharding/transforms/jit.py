@@ -370,12 +370,11 @@ def unjitted(function: Lifted[..., Any]) -> tuple[Callable[..., Any], dict[str, 
     transform: Any = function._transform
     options = {name: getattr(transform, name) for name in _KEPT}
     options |= function._options["roles"]._asdict()  # static and donated arguments
-    options |= {
-        "in_shardings": transform.in_specs.tree,
-        "out_shardings": transform.out_specs.tree,
-        # The transform keeps pairs, because they are hashable; None without options.
-        "compiler_options": transform.compiler_options and dict(transform.compiler_options),
-    }
+    options["in_shardings"] = transform.in_specs.tree
+    options["out_shardings"] = transform.out_specs.tree
+    # The transform keeps the compiler's options as pairs, because these are hashable.
+    pairs = transform.compiler_options
+    options["compiler_options"] = None if pairs is None else dict(pairs)
     # `__wrapped__` is the function that `jit` was given. `_fun` of a bound method has no ``self``.
     return function.__dict__["__wrapped__"], options
 

@@ -646,8 +646,8 @@ def lift(
     """
     no_roles = Roles()
     for option in ("static_argnames", "donate_argnames"):
-        if names := getattr(roles, option):
-            # Raises if the function has no parameter of such a name.
+        names = getattr(roles, option)
+        if names:  # raises if the function has no parameter of such a name
             Parameters(fun, no_roles).check_names(f"{transform.name}: {option}", names)
     # The call is only for its errors and warnings: JAX knows best which functions it can transform.
     jax.jit(fun, **roles._asdict(), **(jax_options or {}))

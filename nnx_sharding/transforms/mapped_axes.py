@@ -218,13 +218,14 @@ class Mapped(InnerTransform):
         """
         specs: dict[int, Axis] = {}
         for index in captures(plan.structure):
-            if is_mapped(plan.variables[index].spec):
-                continue
+            is_in_mapped_module = is_mapped(plan.variables[index].spec)
             # A value from an earlier call has no dimension for the elements, and neither has the
             # value that replaces it. Only a Variable that was empty has no axis yet.
             was_empty = not plan.structure.slots[index]
+            if is_in_mapped_module or not was_empty:
+                continue
             for slot in after.structure.slots[index]:
-                if was_empty and self.stacks_captured(after.leaves[slot]):
+                if self.stacks_captured(after.leaves[slot]):
                     specs[slot] = Axis(0)
         return specs
 

@@ -140,20 +140,28 @@ def dump_program(recorder: Recorder, compile_with: CompileWith) -> DumpedProgram
             if not _compat.is_out_of_memory(error) or not program_files:
                 raise
             text = program_files[0].read_text()
-        # The program before it is partitioned, with the sharding of each value, is in the file that
-        # the last pass wrote that chooses shardings. A compiler has the passes of GSPMD, of Shardy,
-        # or of both. With both, the files of Shardy come last. No file means no such pass ran.
-        sharded = [path for glob in _AFTER_SHARDING for path in sorted(folder.glob(glob))]
         infos, _keywords = lowered.args_info
         return DumpedProgram(
             module=parse(text),
             buffers=read_buffers(folder),
             required=required,
             paths=frozenset(call.path for call in recorder.calls),
-            whole=parse(sharded[-1].read_text()) if sharded else None,
+            whole=_read_whole_program(folder),
             infos=infos,
             shardings=shardings,
         )
+
+
+def _read_whole_program(folder: Path) -> Module | None:
+    """Reads the program before it is partitioned, with the sharding of each value.
+
+    It is in the file that the last pass wrote that chooses shardings. The result is None without
+    such a file, because no such pass ran.
+    """
+    # A compiler has the passes of GSPMD, of Shardy, or of both. With both, the files of Shardy come
+    # last.
+    files = [path for glob in _AFTER_SHARDING for path in sorted(folder.glob(glob))]
+    return parse(files[-1].read_text()) if files else None
 
 
 # The passes of Shardy and of GSPMD that choose the sharding of each value: a regular expression for

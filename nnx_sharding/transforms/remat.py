@@ -168,10 +168,13 @@ class _Rules:
 
 def _names_in(jaxpr: Jaxpr) -> set[str]:
     """Returns the names that ``checkpoint_name`` gives in a jaxpr and in the jaxprs inside it."""
-    names = {eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive.name == "name"}
-    return names.union(
-        *(_names_in(inner) for eqn in jaxpr.eqns for inner in _compat.jaxprs_of(eqn))
-    )
+    names = set[str]()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name":  # the primitive of ``checkpoint_name``
+            names.add(equation.params["name"])
+        for inner in _compat.jaxprs_of(equation):
+            names |= _names_in(inner)
+    return names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,9 +192,9 @@ class _Remat(InnerTransform):
     @property
     def traced_filters(self) -> Sequence[object]:
         """The filters of the policy, which are asked when a module is called."""
-        return (
-            [filter_ for filter_, _ in self.policy.rules] if isinstance(self.policy, _Rules) else ()
-        )
+        if not isinstance(self.policy, _Rules):
+            return ()
+        return [filter_ for filter_, _ in self.policy.rules]
 
     def user_function(self, plan: Plan, caller: Caller, unflattened: Unflattened) -> Function:
         """Returns the user's function; with filters, one that names the outputs of modules.

@@ -139,16 +139,17 @@ def scan(
     The semantics are those of ``jax.lax.scan`` and ``flax.nnx.scan``.
     """
     in_axes = (in_axes,) if is_carry(in_axes) else in_axes
-    # `carried` says which argument is the carry: its position, or its name in a mapping. None
-    # means no carry, for example if the user gave one axis for all arguments.
-    carried = _carry_in(in_axes) if isinstance(in_axes, tuple | list | Mapping) else None
-    # `returned` is the position of the carry in the result; None if the carry is the whole result,
-    # or if there is no carry.
-    returned: Any = _carry_in(out_axes) if isinstance(out_axes, tuple) else None
+    # The carry among the arguments: its position, or its name in a mapping. None means no carry,
+    # for example if the user gave one axis for all arguments.
+    carry_argument = _carry_in(in_axes) if isinstance(in_axes, tuple | list | Mapping) else None
+    # The position of the carry in the result; None if the carry is the whole result, or if there is
+    # no carry.
+    carry_result: Any = _carry_in(out_axes) if isinstance(out_axes, tuple) else None
     # The specs are the same axes in our own types; their ``written`` lists all axes.
     in_specs, out_specs = axes_specs("in_axes", in_axes), axes_specs("out_axes", out_axes)
-    returns_carry = returned is not None or is_carry(out_axes)
-    if (carried is not None) != returns_carry:
+    takes_carry = carry_argument is not None
+    returns_carry = carry_result is not None or is_carry(out_axes)
+    if takes_carry != returns_carry:
         raise ValueError(
             "scan: the carry is an argument and a result: give Carry in both in_axes and "
             f"out_axes, or in none, got in_axes={in_specs}, out_axes={out_specs}."
@@ -164,11 +165,14 @@ def scan(
         # The user's positions do not count the object of a bound method. In the trace, it is the
         # first argument.
         _, bound_objects = unbind(f)
+        carry_key = carry_argument
+        if isinstance(carry_key, int):
+            carry_key += len(bound_objects)
         transform = Scan(
             in_specs=in_specs,
             out_specs=out_specs,
-            carried=carried + len(bound_objects) if isinstance(carried, int) else carried,
-            returned=returned,
+            carry_argument=carry_key,
+            carry_result=carry_result,
             options=jax_options(**options, _split_transpose=_split_transpose),
             metadata=metadata,
         )
@@ -205,9 +209,9 @@ class Scan(Mapped):
 
     name: str = "scan"
     # The position or the name of the argument that is the carry; None without one.
-    carried: int | str | None
+    carry_argument: int | str | None
     # The position of the carry in the function's result; None if the carry is the whole result.
-    returned: int | None
+    carry_result: int | None
 
     def jax_transform(self, plan: Plan, function: Function) -> Function:  # noqa: D102
         return Loop(self.options, plan, function)
@@ -221,22 +225,22 @@ class Scan(Mapped):
         # metadata of Variables.
         fun = super().user_function(plan, caller, unflattened)
         fun_name = name_of(caller.fun)
-        carried = self.carried
-        if carried is None:
+        carry_argument = self.carry_argument
+        if carry_argument is None:
             return fun
 
         def with_checked_carry(*args: object, **kwargs: object) -> Any:
             out = fun(*args, **kwargs)
-            given_carry = _argument(caller.fun, carried, args, kwargs)
+            given_carry = _argument(caller.fun, carry_argument, args, kwargs)
             # `check_carry` raises an error if the second carry has another form than the first.
-            if self.returned is None:  # the carry is the whole result
+            if self.carry_result is None:  # the carry is the whole result
                 check_carry(self.name, fun_name, given_carry, out)
-            elif isinstance(out, tuple) and len(out) > self.returned:
-                check_carry(self.name, fun_name, given_carry, out[self.returned])
+            elif isinstance(out, tuple) and len(out) > self.carry_result:
+                check_carry(self.name, fun_name, given_carry, out[self.carry_result])
             else:
                 error = TypeError(
-                    f"scan: {fun_name} must return a tuple whose item {self.returned} is the "
-                    f"carry (out_axes={self.out_specs}), got {tree_text(out)}."
+                    f"scan: {fun_name} must return a tuple whose item {self.carry_result} is "
+                    f"the carry (out_axes={self.out_specs}), got {tree_text(out)}."
                 )
                 raise see(error, anchor="carry-of-another-form")  # the anchor is in docs/errors.md
             return out
@@ -361,7 +365,8 @@ class Loop:
         refs = structure.slots_of(RefEntry)  # the slots of the `jax.Ref`s
         self._has_refs = bool(refs)  # `__call__` keeps no step that has captured a ref
         self._mapped = {slot: x.index for slot, x in enumerate(axes) if x.index is not None}
-        if mapped_refs := [self._names[slot] for slot in refs.intersection(self._mapped)]:
+        mapped_refs = [self._names[slot] for slot in refs if slot in self._mapped]
+        if mapped_refs:
             raise ValueError(
                 f"scan: a jax.Ref cannot be mapped: {', '.join(sorted(mapped_refs))}. Give it the "
                 "axis None: the next step then reads what a step writes to it."
@@ -572,27 +577,29 @@ class Loop:
 
     def _check_lengths(self, leaves: Sequence[object]) -> None:
         """Raises a ``ValueError`` unless all mapped arrays have one length along their axes."""
-        lengths = set[int | None]()  # None: an array does not have its axis
         # The arrays for each length, in words:
         # {"length 8": ["x(8, 4)"], "no axis 2": ["y(8,)"]}
         arrays_by_length: dict[str, list[str]] = {}
+        have_all_axes = True  # whether each array has the axis along which it is mapped
         for slot, axis in self._mapped.items():
             aval = jax.typeof(leaves[slot])
             # A value of a hijax type is no array, so it has no axes.
             shape = aval.shape if hasattr(aval, "dtype") else ()
-            length = shape[axis] if -len(shape) <= axis < len(shape) else None
-            lengths.add(length)
-            words = f"no axis {axis}" if length is None else f"length {length}"
-            arrays_by_length.setdefault(words, []).append(f"{self._names[slot]}{shape}")
-        if not lengths and self._options["length"] is None:
+            if -len(shape) <= axis < len(shape):
+                length_text = f"length {shape[axis]}"
+            else:
+                length_text = f"no axis {axis}"
+                have_all_axes = False
+            arrays_by_length.setdefault(length_text, []).append(f"{self._names[slot]}{shape}")
+        length = self._options["length"]
+        if not arrays_by_length and length is None:
             self._refuse_unknown_length()  # always raises
-        if length := self._options["length"]:
-            lengths.add(length)
+        if length:
             arrays_by_length.setdefault(f"length {length}", []).append("the option length")
-        if None in lengths or len(lengths) > 1:
+        if not have_all_axes or len(arrays_by_length) > 1:
             lines = [
-                f"  {words}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
-                for words, names in arrays_by_length.items()
+                f"  {length_text}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
+                for length_text, names in arrays_by_length.items()
             ]
             head = "scan: everything mapped must have the same length:"
             raise_if_any(ValueError, head, lines)
@@ -644,7 +651,7 @@ class Loop:
             change = "replaced" if is_replaced else f"{old_text} before, {new_text} after it"
             lines.append(f"  {place}: is {change}")
         # A mapped object may change, but an array that a step adds to it must not be carried.
-        lines = lines or self._new_outputs(groups, outcome)
+        lines = lines or self._lines_of_new_outputs(groups, outcome)
         raise_if_any(
             ValueError,
             f"{self._transform.name}: a step changed the structure of what is the same for all "
@@ -653,7 +660,7 @@ class Loop:
             self._transform.remedy,
         )
 
-    def _new_outputs(self, groups: Sequence[OutputGroup], outcome: Outcome) -> list[str]:
+    def _lines_of_new_outputs(self, groups: Sequence[OutputGroup], outcome: Outcome) -> list[str]:
         """Returns a line for each output of a step that is neither stacked nor in the carry.
 
         Such an array was added by the step to a mapped object, and StateAxes give it no axis.

@@ -269,17 +269,7 @@ class _ShardMap(Sharded):
         if isinstance(mesh, Mesh):
             inputs = tuple(NamedSharding(mesh, spec) for spec in plan.specs)
             typed = _with_types(mapped, inputs)
-            is_manual_over_all_axes = self.usable_axes == frozenset(mesh.axis_names)
-            # If other axes are left, the specs do not say how these axes shard the arrays, so no
-            # shardings are given to `jax.jit`.
-            if is_manual_over_all_axes:
-                # Over Auto axes, `jax.shard_map` reshards its inputs itself.
-                if AxisType.Auto not in mesh.axis_types:
-                    options["in_shardings"] = inputs
-                # `out_shardings` moves nothing. It makes the results have a NamedSharding, as those
-                # of `jax.shard_map` do; a compiled program may return another class without them.
-                outputs = (NamedSharding(mesh, spec) for spec in plan.out_specs)
-                options["out_shardings"] = (*outputs, None)  # None for the outcome
+            options = self._jit_shardings(plan, mesh, inputs)
         jitted = jax.jit(typed, **options)
         # `typed` itself runs operation by operation outside of a trace.
         top_level: Callable[..., Any] = typed
@@ -298,6 +288,30 @@ class _ShardMap(Sharded):
             inline=self._inline(map_over),
             traced_each_time=traced_each_time,
         )
+
+    def _jit_shardings(
+        self, plan: Plan, mesh: Mesh, inputs: Sequence[NamedSharding]
+    ) -> dict[str, Any]:
+        """Returns the shardings for ``jax.jit`` of the mapped function, as its keyword arguments.
+
+        There are none if the function is manual over some axes only: the specs do not say how other
+        axes shard the arrays.
+
+        Args:
+          plan: has a spec for each group of results.
+          mesh: the mesh of the specs.
+          inputs: the sharding of each array.
+        """
+        if self.usable_axes != frozenset(mesh.axis_names):
+            return {}
+        # `out_shardings` moves nothing. It makes the results have a NamedSharding, as those of
+        # `jax.shard_map` do; a compiled program may return another class without them.
+        outputs = [NamedSharding(mesh, spec) for spec in plan.out_specs]
+        options: dict[str, Any] = {"out_shardings": (*outputs, None)}  # None for the outcome
+        # Over Auto axes, `jax.shard_map` reshards its inputs itself.
+        if AxisType.Auto not in mesh.axis_types:
+            options["in_shardings"] = inputs
+        return options
 
     def _with_typed_residuals(self, function: Callable[..., object]) -> Callable[..., object]:
         """Returns the function in a form that JAX can differentiate though its axis types change.
@@ -350,22 +364,31 @@ class _ShardMap(Sharded):
                 # Within an outer map that does check, JAX would give wrong gradients, so computing
                 # gradients raises an error.
                 leaves = refuse_gradients_of_varying(leaves, name=self.name)
-            # Under `vmap` with `spmd_axis_name`, JAX wants that axis to be manual as well. An empty
-            # set means all axes, so it stays empty.
-            names = self.axis_names and self.axis_names | _compat.spmd_axes()
-            mesh: Any = self.mesh
-            # The mesh of the trace has the same axes, with the axis types of the trace.
-            mesh_of_trace = None if mesh is None else mesh_in_trace(mesh)
-            if mesh_of_trace is not None and frozenset(mesh_of_trace.axis_types) == {AxisType.Auto}:
-                # The mesh of a trace is abstract. The devices of the user's mesh are kept, because
-                # arrays of the trace may be on none.
-                if isinstance(mesh, Mesh):
-                    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=mesh_of_trace.axis_types)
-                else:
-                    mesh = mesh_of_trace
-            return map_over(mesh=mesh, axis_names=names)(*leaves)
+            names = self.axis_names
+            if names:  # an empty set means all axes
+                # Under `vmap` with `spmd_axis_name`, JAX wants that axis to be manual as well.
+                names |= _compat.spmd_axes()
+            return map_over(mesh=self._mesh_for_trace(), axis_names=names)(*leaves)
 
         return inline
+
+    def _mesh_for_trace(self) -> Mesh | AbstractMesh | None:
+        """Returns the user's mesh; with Auto axes, if all of its axes are Auto in the trace.
+
+        None means that the user gave none.
+        """
+        mesh = self.mesh
+        if mesh is None:
+            return None
+        # The mesh of the trace has the same axes, with the axis types of the trace.
+        mesh_of_trace = mesh_in_trace(mesh)
+        if frozenset(mesh_of_trace.axis_types) != {AxisType.Auto}:
+            return mesh
+        # The mesh of a trace is abstract. The devices of the user's mesh are kept, because arrays
+        # of the trace may be on none.
+        if isinstance(mesh, Mesh):
+            return Mesh(mesh.devices, mesh.axis_names, axis_types=mesh_of_trace.axis_types)
+        return mesh_of_trace
 
 
 # The types of specs that `shard_map` takes.
@@ -397,7 +420,8 @@ def _with_types(
             return jax.sharding.reshard(leaf, explicit)
         # An array with axes in its type keeps them, so that JAX compares them with the spec. It
         # only comes to this mesh if it is on one with other axis types.
-        return type_as(leaf, explicit or NamedSharding(sharding.mesh, PartitionSpec()))
+        replicated = NamedSharding(sharding.mesh, PartitionSpec())
+        return type_as(leaf, replicated if explicit is None else explicit)
 
     @functools.wraps(mapped)
     def typed(*leaves: object) -> Any:
@@ -425,7 +449,8 @@ def _specs_in_types(
     """
     manual_axes = axis_names or frozenset(mesh.axis_names)
     explicit_axes = axes_of_type(mesh, AxisType.Explicit)
-    if not_explicit := [axis for axis in manual_axes if axis not in explicit_axes]:
+    not_explicit = [axis for axis in manual_axes if axis not in explicit_axes]
+    if not_explicit:
         raise TypeError(
             "shard_map without in_specs infers them from the types of the arguments, which "
             f"needs mesh axes of type Explicit; {', '.join(map(str, not_explicit))} of {mesh} are "

@@ -165,22 +165,9 @@ def _merge_into(old_flat: Flat, structure: Structure, leaves: Sequence[object]) 
     _refuse_other_traces(existing.values())  # raises if one belongs to another trace
     # Everything is built and checked before anything is changed.
     unflattened = unflatten(structure, leaves, existing=existing, share=True)
-    changes: list[NodeChange] = []
-    variables: list[int] = []
-    for index, old_index in pairs.items():
-        entry = structure.entries[index]
-        old_entry = old_flat.structure.entries[old_index]
-        # A pair is of two modules or of two Variables, because no other objects are paired.
-        if not isinstance(entry, NodeEntry) or not isinstance(old_entry, NodeEntry):
-            variables.append(index)
-            continue
-        # All attributes of the module are set, as if it was new (``before=None``). They cannot be
-        # compared with the old ones, because children are indices into different tables. Without an
-        # old table, ``fresh`` does not matter.
-        change = node_changes(index, before=None, after=structure, fresh=frozenset())
-        if change is not None:
-            removed = tuple(key for key in old_entry.keys if key not in entry.keys)
-            changes.append(change._replace(removed=removed))
+    # A pair is of two modules or of two Variables, because no other objects are paired.
+    variables = [index for index in pairs if isinstance(structure.entries[index], VariableEntry)]
+    changes = _module_changes(old_flat.structure, structure, pairs)
     # `update_operations` makes everything new, but changes nothing; so `perform` cannot fail.
     operations = update_operations(
         structure,
@@ -194,13 +181,36 @@ def _merge_into(old_flat: Flat, structure: Structure, leaves: Sequence[object]) 
     return unflattened.root
 
 
+def _module_changes(
+    old_structure: Structure, new_structure: Structure, pairs: Mapping[int, int]
+) -> list[NodeChange]:
+    """Returns the changes of attributes that turn modules into those of another structure.
+
+    ``pairs`` has the index of each old object by the index of the new one.
+    """
+    changes = []
+    for index, old_index in pairs.items():
+        entry, old_entry = new_structure.entries[index], old_structure.entries[old_index]
+        if not isinstance(entry, NodeEntry) or not isinstance(old_entry, NodeEntry):
+            continue
+        # All attributes of the module are set, as if it was new (``before=None``). They cannot be
+        # compared with the old ones, because children are indices into different tables. Without an
+        # old table, ``fresh`` does not matter.
+        change = node_changes(index, before=None, after=new_structure, fresh=frozenset())
+        if change is not None:
+            removed = tuple(key for key in old_entry.keys if key not in entry.keys)
+            changes.append(change._replace(removed=removed))
+    return changes
+
+
 # Objects that `merge` changes in place; all others are made again.
 _CHANGED_IN_PLACE = (NodeEntry, VariableEntry)
 
 
 def _refuse_other_traces(objects: Iterable[object]) -> None:
     """Raises an error that names the types of objects that belong to another trace."""
-    if names := {type(x).__name__ for x in objects if not _compat.can_update(x)}:
+    names = {type(x).__name__ for x in objects if not _compat.can_update(x)}
+    if names:
         raise _compat.TraceContextError(
             f"merge cannot change objects of another trace: {', '.join(sorted(names))}."
         )

@@ -188,11 +188,9 @@ class Stage:
             # Nearly every Variable holds one array before and after. A pytree in one may have more
             # or fewer leaves after the call; then the first ones are paired.
             slots = zip(arguments.slots[index], outcome.structure.slots[index], strict=False)
-            new_infos |= {
-                slot_before: infos_after[slot_after]
-                for slot_before, slot_after in slots
-                if infos_after[slot_after] is not None
-            }
+            for slot_before, slot_after in slots:
+                if infos_after[slot_after] is not None:
+                    new_infos[slot_before] = infos_after[slot_after]
 
         def is_written(slots: tuple[int, ...]) -> bool:
             """Whether a Variable with arrays in these slots, or one of its arrays, is shown."""
@@ -323,13 +321,13 @@ class Stage:
         by_position = {key: value for key, value in by_key.items() if isinstance(key, int)}
         # A bound object, such as the class of a classmethod, may be static. `args` always has it.
         positions = [position for position in sorted(by_position) if position >= len(bound)]
-        args = (*bound, *args)
+        all_args = [*bound, *args]
         num_positional = len(signature.names)  # when the stage was made, with bound objects
-        are_left_out = len(args) == num_positional - len(positions)
+        are_left_out = len(all_args) == num_positional - len(positions)
         if are_left_out:
             for position in positions:  # ascending, so that the later positions are right
-                args = (*args[:position], by_position[position], *args[position:])
-        return args, {**keywords, **kwargs}
+                all_args.insert(position, by_position[position])
+        return tuple(all_args), {**keywords, **kwargs}
 
     def _check_structure(self, done: str, call: SortedCall, flat: Flat) -> None:
         """Raises a ``TypeError`` for arguments that differ in more than arrays from the plan's.

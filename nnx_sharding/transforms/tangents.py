@@ -160,14 +160,15 @@ class TangentForm:
         # `value_slots` has the slots of the values that need a tangent, by path.
         value_slots = self._slots_without_omitted(given) if may_omit else self._value_slots
         *_, what = name.split(" ")  # "jvp: tangents" -> "tangents", as in `tangents[0].kernel`
-        lines = []
+        mismatches = []
         for path in dict.fromkeys((*value_slots, *given_slots)):
-            if problem := _mismatch(value_slots.get(path), given_slots.get(path)):
-                lines.append(f"  {accessor(what, path)}: {problem}")
+            problem = _mismatch(value_slots.get(path), given_slots.get(path))
+            if problem:
+                mismatches.append(f"  {accessor(what, path)}: {problem}")
         head = f"{name}: the structure of {tree_text(given)} is not that of their values:"
-        raise_if_any(ValueError, head, lines)
+        raise_if_any(ValueError, head, mismatches)
         tangents: dict[int, Any] = {}  # by the slot of the value
-        lines = []
+        wrong_types = []
         for path, slots in value_slots.items():
             for slot, given_slot in zip(slots, given_slots[path], strict=True):
                 tangent = flat.leaves[given_slot]
@@ -178,9 +179,9 @@ class TangentForm:
                     tangents[slot] = as_array(tangent, expected)
                 else:
                     types = f"{type_text(tangent)}, expected {expected.str_short()}"
-                    lines.append(f"  {accessor(what, path)}: {types}")
+                    wrong_types.append(f"  {accessor(what, path)}: {types}")
         head = f"{name}: these tangents have other types than their values:"
-        raise_if_any(TypeError, head, lines)
+        raise_if_any(TypeError, head, wrong_types)
         return [tangents.get(slot) for slot in self.slots]
 
     def _slots_without_omitted(self, given: object) -> Mapping[Path, tuple[int, ...]]:

@@ -80,8 +80,10 @@ def vjp(
     The semantics are those of ``jax.vjp`` and ``flax.nnx.vjp``.
     """
     if f is None or not primals:  # return a decorator, or a function that takes the primals
-        options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
-        return functools.partial(vjp, *(() if f is None else (f,)), has_aux=has_aux, **options)
+        given = () if f is None else (f,)
+        return functools.partial(
+            vjp, *given, has_aux=has_aux, graph=graph, graph_updates=graph_updates
+        )
 
     call = _differentiable("vjp", f, has_aux, graph, graph_updates)
     primal_form = call.primal_form(primals)
@@ -142,8 +144,10 @@ def jvp(
     # This returns a decorator, or a function that takes primals and tangents. Primals alone are not
     # enough for a call.
     if f is None or primals is None or tangents is None:
-        options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
-        return functools.partial(jvp, *(() if f is None else (f,)), has_aux=has_aux, **options)
+        given = () if f is None else (f,)
+        return functools.partial(
+            jvp, *given, has_aux=has_aux, graph=graph, graph_updates=graph_updates
+        )
 
     call = _differentiable("jvp", f, has_aux, graph, graph_updates)
     primal_form = call.primal_form(primals)

@@ -147,20 +147,19 @@ class _Vmap(Mapped):
             # JAX refuses an unmapped argument that is sharded over the mapped mesh axis, such as a
             # parameter that a layer gathers, but accepts it as a constant that the function
             # captures. So unmapped arrays whose types are sharded are captured.
-            captured = {
-                slot
-                for slot, (leaf, axis) in enumerate(zip(leaves, in_axes, strict=True))
-                if axis is None and any(spec_axes(type_spec(leaf) or PartitionSpec()))
-            }
+            slots = []  # of the arrays that are not captured
+            for slot, (leaf, axis) in enumerate(zip(leaves, in_axes, strict=True)):
+                is_captured = axis is None and any(spec_axes(type_spec(leaf) or PartitionSpec()))
+                if not is_captured:
+                    slots.append(slot)
             # Without captured arrays, errors of JAX can name the arguments.
-            if not captured:
+            if len(slots) == len(leaves):
                 try:
                     return jax.vmap(function, in_axes, **options)(*leaves)
                 except Exception as error:
                     # Adds a note to JAX's error if it is about the keys of all elements.
                     _explain_stacked_keys(error, plan, leaves)
                     raise
-            slots = [slot for slot in range(len(leaves)) if slot not in captured]
             axes = tuple(in_axes[slot] for slot in slots)
             mapped = functools.partial(jax.vmap, in_axes=axes, **options)
             return call_on_slots(mapped, function, leaves, slots)
@@ -216,24 +215,20 @@ def _shard_alike(
     Raises:
       ValueError: mapped dimensions are sharded over different axes.
     """
-    # The mapped dimension of each array, by slot. Arrays for which JAX has an error of its own are
-    # passed on unchanged: an array without that dimension, and dimensions of different sizes.
-    dimensions: dict[int, int] = {}
-    shapes = [shape_of(leaf) or () for leaf in leaves]  # (): a hijax type, which is left alone
-    for slot, (axis, shape) in enumerate(zip(in_axes, shapes, strict=True)):
-        if axis is not None and -len(shape) <= axis < len(shape):
-            dimensions[slot] = axis % len(shape)
-    sizes = {shapes[slot][dimension] for slot, dimension in dimensions.items()}
+    dimensions = _mapped_dimensions(leaves, in_axes)
+    # JAX has an error of its own for dimensions of different sizes.
+    sizes = {leaves[slot].shape[dimension] for slot, dimension in dimensions.items()}
     given_specs = [type_spec(leaves[slot]) or PartitionSpec() for slot in dimensions]
-    if len(sizes) != 1 or not any(any(spec_axes(spec)) for spec in given_specs):
+    are_sharded = [any(spec_axes(spec)) for spec in given_specs]
+    if len(sizes) != 1 or not any(are_sharded):
         return leaves
     aligned = [*_put_on_mesh(leaves, [*dimensions])]
     # The mesh axes that shard each mapped dimension, by slot; empty if it is replicated.
     specs = {slot: type_spec(aligned[slot]) or PartitionSpec() for slot in dimensions}
-    mesh_axes = {
-        slot: axes_of(pad_entries(specs[slot], dimension + 1)[dimension])
-        for slot, dimension in dimensions.items()
-    }
+    mesh_axes = {}
+    for slot, dimension in dimensions.items():
+        entry = pad_entries(specs[slot], dimension + 1)[dimension]
+        mesh_axes[slot] = axes_of(entry)
     # All mapped dimensions get the axes of the first one that is sharded.
     wanted_axes = next(filter(None, mesh_axes.values()), ())
     unlike_slots = set[int]()
@@ -246,7 +241,7 @@ def _shard_alike(
         if mesh_axes[slot] or not set(wanted_axes).isdisjoint(spec_axes(spec)):
             unlike_slots.add(slot)
             continue
-        entries = pad_entries(spec, len(shapes[slot]))
+        entries = pad_entries(spec, leaf.ndim)
         entries[dimension] = wanted_axes
         aligned[slot] = retype(leaf, type_mesh(leaf), with_entries(spec, entries))
     # An error shows all dimensions that are sharded, and those that cannot be sharded alike.
@@ -263,6 +258,20 @@ def _shard_alike(
         "Shard them alike before the call, as by nnx_sharding.reshard(x, spec).",
     )
     return tuple(aligned)
+
+
+def _mapped_dimensions(leaves: Sequence[Any], in_axes: Sequence[int | None]) -> dict[int, int]:
+    """Returns the mapped dimension of each array, by slot, counted from the front.
+
+    The result has neither values of a hijax type nor arrays without that dimension, for which JAX
+    has an error of its own.
+    """
+    dimensions = {}
+    for slot, (leaf, axis) in enumerate(zip(leaves, in_axes, strict=True)):
+        rank = len(shape_of(leaf) or ())  # `shape_of` is None for a hijax type
+        if axis is not None and -rank <= axis < rank:
+            dimensions[slot] = axis % rank
+    return dimensions
 
 
 def _put_on_mesh(leaves: tuple[Any, ...], slots: Sequence[int]) -> Sequence[Any]:

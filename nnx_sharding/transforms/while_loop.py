@@ -207,16 +207,7 @@ def _fori_bounds(
       TypeError: the bounds have different types.
       ValueError: ``unroll`` is given, but the number of steps is unknown.
     """
-    types = [jax.typeof(x) for x in (lower, upper)]
-    # A Python number has a weak type, and takes the dtype of the other bound.
-    dtypes = {x.dtype for x in types if not x.weak_type}
-    if not dtypes:  # two Python numbers, which may be traced: JAX's default
-        dtypes = {jnp.result_type(*types)}
-    if len(dtypes) > 1:
-        raise TypeError(
-            f"fori_loop: lower and upper must have one type, got {types[0].str_short()} and "
-            f"{types[1].str_short()}."
-        )
+    dtype = _dtype_of_bounds(lower, upper)  # raises for different types
     if not isinstance(lower, jax.core.Tracer) and not isinstance(upper, jax.core.Tracer):
         lower, upper = int(lower), int(upper)
         length = max(upper - lower, 0)
@@ -230,8 +221,26 @@ def _fori_bounds(
             f"fori_loop: unroll={unroll!r} needs a known number of steps, and lower or upper is "
             "traced. Pass them as static values, or leave unroll out."
         )
-    [dtype] = dtypes
     return jnp.asarray(lower, dtype), jnp.asarray(upper, dtype), {}
+
+
+def _dtype_of_bounds(lower: Any, upper: Any) -> Any:
+    """Returns the dtype that both bounds of a loop have, or can have.
+
+    Raises:
+      TypeError: the bounds have different types.
+    """
+    types = [jax.typeof(x) for x in (lower, upper)]
+    # A Python number has a weak type, and takes the dtype of the other bound.
+    dtypes = {x.dtype for x in types if not x.weak_type}
+    if not dtypes:  # two Python numbers, which may be traced: JAX's default
+        return jnp.result_type(*types)
+    if len(dtypes) > 1:
+        raise TypeError(
+            f"fori_loop: lower and upper must have one type, got {types[0].str_short()} and "
+            f"{types[1].str_short()}."
+        )
+    return dtypes.pop()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,8 +248,8 @@ class _While(Scan):
     """The options of ``while_loop`` and ``fori_loop``.
 
     The field ``options`` has options of ``jax.lax.scan``, with which the loop runs as a ``scan``.
-    The field is empty if the number of steps is unknown. ``carried`` and ``returned`` are None,
-    because `user_function` checks the carry itself.
+    The field is empty if the number of steps is unknown. ``carry_argument`` and
+    ``carry_result`` are None, because `user_function` checks the carry itself.
     """
 
     remedy: ClassVar[str] = "Make the change outside of the loop."
@@ -248,8 +257,8 @@ class _While(Scan):
     # For each function, the positions of its objects in ``objects``. They are part of the key by
     # which a trace is found.
     bound: tuple[tuple[int, ...], ...]
-    carried: int | str | None = None
-    returned: int | None = None
+    carry_argument: int | str | None = None
+    carry_result: int | None = None
 
     def stacks_captured(self, array: object) -> bool:
         return False  # the number of steps may be unknown, so nothing can be stacked
