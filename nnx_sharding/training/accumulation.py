@@ -920,7 +920,7 @@ def _why_indivisible(x: Any, steps: int) -> str:
     return f", rows sharded over {shards}: {rows} rows are not a multiple of {product}"
 
 
-def _row_axes(x: Any) -> tuple[AxisName, ...]:
+def _row_axes(x: Any) -> tuple[Any, ...]:
     """Returns the Explicit mesh axes that shard the rows of an array, its first dimension."""
     spec = type_spec(x)  # None: no axis in the type is Explicit
     return () if spec is None else axes_of(pad_entries(spec, 1)[0])

@@ -483,7 +483,7 @@ class _Loop:
 
 def _trace_step(
     flat_step: Callable[..., object], initial: Arrays, ready: Arrays, rest: Arrays
-) -> tuple[Any, Any, Arrays]:
+) -> tuple[Any, Any, list[Any]]:
     """Traces a step with the dtypes that the carry has after it.
 
     Args:
