@@ -311,7 +311,7 @@ class CompareTest(parameterized.TestCase):
             compare({"dp": dp}, 3, None, X)
 
     def test_a_function_of_jit_keeps_its_other_options(self):
-        wrapped = jit(apply, in_shardings=P("no"), donate_argnums=0)
+        wrapped = jit(apply, in_shardings=P("no"), donate_argnums=0, compiler_options={})
         [report] = compare({"dp": dp}, wrapped, make(), X, mesh={"data": 2}).compiled.values()
         assert [row.donated for row in report.parameters] == [True, True, False]
         assert report.mesh.axes == {"data": 2}

@@ -79,7 +79,7 @@ class Method:
         return types.MethodType(self._intercepted, module)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the method of a module, the first argument; through the handler if there is one."""
+        """Calls the method of a module, the first argument. A handler gets the call instead."""
         if not args or args[0] is None:
             # A class may hold a function as a helper, which is called as `Model.masked(None, x)`.
             # Binding it would lose the None, because to Python that means an access by the class.

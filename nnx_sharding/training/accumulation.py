@@ -31,6 +31,9 @@ This module builds on these functions:
   and returns some of them as shard sums. `add_up` sums over the shards.
 * `with_auto_axes` calls a function of some inputs while axes are Auto; `retype` gives one array
   another type. `output_spec` is the spec of an output that is sharded like the rows of an input.
+* `mesh_and_axes` checks the axes that the user names, and returns them as a tuple. `explicit_axes`
+  runs a function while axes are Explicit; its ``in_sharding`` says how arguments are sharded then:
+  a spec, or a `PathFunction`, which calls a function of path and value for the spec of each array.
 * `type_spec` is the spec in the type of an array; None if none of its axes is Explicit.
 * `axes_of` lists the mesh axes in one entry of a spec; `pad_entries` the entries of a spec, filled
   with None for the last dimensions.

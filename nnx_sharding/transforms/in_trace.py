@@ -171,8 +171,8 @@ def compile_at_top_level(
     """Returns a function of the same leaves that runs as one program outside of any trace.
 
     Outside of a trace, JAX itself runs ``call`` operation by operation: it would trace the loops in
-    it again in each call, and compile them. The program is not kept if a static leaf is an object
-    of the user; then ``call`` runs so.
+    it again in each call, and compile them. No program is made if a static leaf is an object of the
+    user, because the program would keep that object alive. Then ``call`` runs as it is.
 
     Args:
       call: a function of all leaves, arrays and others.
@@ -190,7 +190,7 @@ def compile_at_top_level(
         if not _compat.trace_is_clean():
             return call(*leaves)
         static = static_leaves(leaves)
-        if not may_keep(static):  # a kept program would keep the user's objects alive
+        if not may_keep(static):
             return call(*leaves)
         return program_with(static)(*filter(is_traced, leaves))
 

@@ -400,17 +400,9 @@ class _Loop:
         inexact = [leaves[slot] for slot in slots]
         _, pullback, (carry, results) = jax.vjp(differentiable, *inexact, has_aux=True)
         arrays, pullback_treedef = jax.tree.flatten(pullback)
-        # The backward pass has these arrays again, and then the residuals. They are found by the
-        # identity of the tracer, because a pullback that needs an input holds the same tracer. The
-        # carry is not among them, because the backward pass no longer has it.
-        arrays_again = [*inputs.constants, *inputs.ready, *inputs.rest]
-        position_of = {id(x): position for position, x in enumerate(arrays_again)}
-        residuals = list[Any]()
-        for x in arrays:
-            if id(x) not in position_of:  # no array is kept twice
-                position_of[id(x)] = len(arrays_again) + len(residuals)
-                residuals.append(x)
-        positions = [position_of[id(x)] for x in arrays]
+        # The backward pass has these inputs again, but it no longer has the carry.
+        inputs_again = [*inputs.constants, *inputs.ready, *inputs.rest]
+        residuals, positions = _find_residuals(arrays, inputs_again)
 
         def pull_back(arrays_again: Arrays, cotangents: object) -> _Inputs:
             """Returns the cotangents of the inputs of a layer, with None for integers.
@@ -479,6 +471,27 @@ class _Loop:
         d_inexact = iter(d_carry)
         d_first = [next(d_inexact) if is_inexact(x) else None for x in d_carry_out]
         return d_constants, d_first, d_shards, d_rest
+
+
+def _find_residuals(arrays: Arrays, available: Arrays) -> tuple[list[Any], list[int]]:
+    """Finds the arrays of a pullback that have to be kept for the backward pass.
+
+    Args:
+      arrays: the arrays in the pullback.
+      available: the arrays that the backward pass has in any case.
+
+    Returns:
+      The residuals: the arrays that are not available, each once. And for each array of the
+      pullback its position in ``[*available, *residuals]``.
+    """
+    # Arrays are found by identity, because a pullback that needs an input holds the same tracer.
+    position_of = {id(x): position for position, x in enumerate(available)}
+    residuals = list[Any]()
+    for x in arrays:
+        if id(x) not in position_of:
+            position_of[id(x)] = len(available) + len(residuals)
+            residuals.append(x)
+    return residuals, [position_of[id(x)] for x in arrays]
 
 
 def _trace_step(

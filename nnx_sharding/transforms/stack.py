@@ -496,7 +496,8 @@ def count_layer_dimensions(flat: Flat) -> dict[int, int]:
     """
     structure = flat.structure
     counts = dict[int, int]()  # by slot
-    # `walk` takes slots of arrays outside of objects from here. Below a module there are none.
+    # `walk` takes slots of arrays outside of objects from this iterator. Below a module there are
+    # no such arrays.
     no_slots = iter(())
     for index, entry in enumerate(structure.entries):
         if not (isinstance(entry, NodeEntry) and issubclass(entry.type, Stack)):
