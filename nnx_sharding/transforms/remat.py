@@ -153,11 +153,12 @@ class _Rules:
         # only if there are such names, or if there will be an error.
         jaxpr = call_on_slots(jax.make_jaxpr, function, leaves)
         names_given = _names_in(jaxpr.jaxpr)
-        self.used.update(i for i, (filter_, _) in enumerate(self.rules) if filter_ in names_given)
         paths = [path for path in self.called if path]  # the module itself has the empty path
         lines = []
-        for i, (filter_, _) in enumerate(self.rules):
-            if i not in self.used:
+        for index, (filter_, _) in enumerate(self.rules):
+            if filter_ in names_given:
+                self.used.add(index)
+            if index not in self.used:
                 hint = suggestion(filter_, [*paths, *sorted(names_given)])  # a similar path or name
                 # A glob such as "layers/*" is a valid regular expression with another meaning.
                 hint += glob_hint(filter_) if isinstance(filter_, str) else ""

@@ -245,21 +245,9 @@ class Stage:
         plan = self._plan
         stage = self._stage
         args, kwargs = self._with_statics(args, kwargs)
-        if not _compat.trace_is_clean():
-            # The call is part of a trace. Its arguments hold tracers, and no later call has the
-            # same ones, so there is no guard for them.
-            call, flat = self._lifted._split(args, kwargs)
-            self._check_structure(done, call, flat)  # raises unless the structure is the plan's
+        flat = self._flatten(done, args, kwargs)
+        if not _compat.trace_is_clean():  # the call is part of a trace
             return run(plan, flat, stage)
-        # None unless an earlier call had the same objects.
-        earlier_call = self._guards.find(args, kwargs)
-        if earlier_call is not None:
-            _, flat = earlier_call  # the plan of a stage is always the same
-        else:
-            call, flat = self._lifted._split(args, kwargs, record=True)
-            self._check_structure(done, call, flat)  # raises unless the structure is the plan's
-            # A user who makes a stage calls it again, so its guard is made at once.
-            self._guards.add(plan, flat, args, kwargs, is_new=True)
         try:
             # The form in C is faster, but takes no tracers. Calls with tracers return above.
             return run(plan, flat, _compat.direct_form(stage))
@@ -267,6 +255,31 @@ class Stage:
             # Raises another error if it can explain this one; otherwise it returns.
             self._raise_explained(plan, flat.leaves, error)
             raise
+
+    def _flatten(self, done: str, args: tuple[object, ...], kwargs: dict[str, Any]) -> Flat:
+        """Returns the flattened arguments of a call; a guard knows those of earlier calls.
+
+        Args:
+          done: the verb for messages: ``traced`` or ``compiled``.
+          args: all positional arguments.
+          kwargs: all keyword arguments.
+
+        Raises:
+          TypeError: the arguments have another structure than the stage was made for.
+        """
+        # The arguments of a call in a trace hold tracers, and no later call has the same ones, so
+        # there is no guard for them.
+        has_guards = _compat.trace_is_clean()
+        earlier_call = self._guards.find(args, kwargs) if has_guards else None
+        if earlier_call is not None:
+            _, flat = earlier_call  # the plan of a stage is always the same
+            return flat
+        call, flat = self._lifted._split(args, kwargs, record=has_guards)
+        self._check_structure(done, call, flat)  # raises unless the structure is the plan's
+        if has_guards:
+            # A user who makes a stage calls it again, so its guard is made at once.
+            self._guards.add(self._plan, flat, args, kwargs, is_new=True)
+        return flat
 
     @_compat.api_boundary
     def _failed(

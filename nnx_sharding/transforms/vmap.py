@@ -241,9 +241,7 @@ def _shard_alike(
         if mesh_axes[slot] or not set(wanted_axes).isdisjoint(spec_axes(spec)):
             unlike_slots.add(slot)
             continue
-        entries = pad_entries(spec, leaf.ndim)
-        entries[dimension] = wanted_axes
-        aligned[slot] = retype(leaf, type_mesh(leaf), with_entries(spec, entries))
+        aligned[slot] = _shard_dimension(leaf, dimension, wanted_axes)
     # An error shows all dimensions that are sharded, and those that cannot be sharded alike.
     shown_slots = list[int]()
     if unlike_slots:
@@ -272,6 +270,15 @@ def _mapped_dimensions(leaves: Sequence[Any], in_axes: Sequence[int | None]) -> 
         if axis is not None and -rank <= axis < rank:
             dimensions[slot] = axis % rank
     return dimensions
+
+
+def _shard_dimension(x: jax.Array, dimension: int, axes: tuple[Any, ...]) -> jax.Array:
+    """Returns an array with a type in which these mesh axes shard a dimension that was whole."""
+    spec = type_spec(x) or PartitionSpec()
+    entries = pad_entries(spec, x.ndim)
+    entries[dimension] = axes
+    sharded: jax.Array = retype(x, type_mesh(x), with_entries(spec, entries))
+    return sharded
 
 
 def _put_on_mesh(leaves: tuple[Any, ...], slots: Sequence[int]) -> Sequence[Any]:
