@@ -357,7 +357,10 @@ def _label_of_part(label: str, whole: object, path: Path, signature: Signature) 
 
 
 def _facts_of_static(label: str, static: Static) -> dict[str, Fact]:
-    """Returns the facts about a value that is not traced, and about its parts, by label."""
+    """Returns the facts about a value that is not traced, and about its parts, by label.
+
+    The facts are made once, and kept in the ``note`` of ``static``.
+    """
     if static.note is None:
         # A value that is compared by identity may be of a user's class, whose `__repr__` may do
         # anything, so it is not called.

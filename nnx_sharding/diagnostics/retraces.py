@@ -508,8 +508,10 @@ class TraceLog:
         # `setdefault` returns the trace of the other thread if there is one.
         while self.by_number.setdefault(new.number, new) is not new:
             new = new._replace(number=new.number + 1)
-        while len(self.by_number) > MAX_TRACES:  # each holds a structure
-            self.by_number.pop(min(self.by_number), None)  # another thread may have dropped it
+        # The number of traces is limited because each of them holds a structure.
+        while len(self.by_number) > MAX_TRACES:
+            # The default is for a trace that another thread has dropped in the meantime.
+            self.by_number.pop(min(self.by_number), None)
         return new.number
 
 

@@ -252,7 +252,7 @@ def by_strategy(source: ProgramReport | Comparison) -> Mapping[str, ProgramRepor
 
 def _made_with(reports: Mapping[str, ProgramReport | Failure]) -> dict[str, str]:
     """Returns the versions that reports were made with; empty if nothing was compiled."""
-    # One process has made all reports, so the versions of the first one are those of all.
+    # One process has made all reports, so all have the versions of the first one.
     for report in reports.values():
         if isinstance(report, ProgramReport):
             return dict(report.made_with)

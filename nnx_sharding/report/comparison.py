@@ -225,7 +225,7 @@ class Comparison(JsonForm):
         """Makes a comparison from what `_parts` returned.
 
         Raises:
-          ValueError: the parts are not those of a comparison.
+          ValueError: the parts are no comparison.
         """
         # Reports are read here; `read` makes the comparison from them and from the other fields,
         # which are left in ``parts``, and raises a ValueError for wrong ones. "best" is only for

@@ -86,29 +86,31 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
     """
     # A slice is named by its span (start, stop) in each dimension.
     held = holders_of(shape, sharding)
-    # The partitioned dimensions, in which slices have different spans.
-    split = [
+    # Slices have different spans in the dimensions that are partitioned.
+    partitioned = [
         dimension
         for dimension in range(len(shape))
         if len({spans[dimension] for spans in held}) > 1
     ]
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     head = f"{shape} as {spec}; each device holds {tuple(sharding.shard_shape(shape))}"
-    if len(split) == 2 and len(shape) > 2:  # Otherwise it is clear which dimensions are drawn.
-        head += f"; rows are dimension {split[0]}, columns dimension {split[1]}"
+    # For an array of two dimensions, it is clear what rows and columns are.
+    if len(partitioned) == 2 and len(shape) > 2:
+        head += f"; rows are dimension {partitioned[0]}, columns dimension {partitioned[1]}"
     yield text(head)
     cells = _cells(held)
     # The columns of a grid are the parts of the last partitioned dimension, and one for the titles
     # of rows. A grid with a single part in each row is drawn in any width.
-    num_columns = len({spans[split[-1]] for spans in held}) if split else 1
+    num_columns = len({spans[partitioned[-1]] for spans in held}) if partitioned else 1
     cell_width = max(map(len, cells.values())) + 2
     fits = num_columns == 1 or (num_columns + 1) * cell_width <= width
-    if len(split) <= 2 and fits:
-        yield _grid(cells, split, is_matrix=len(shape) > 1)
+    if len(partitioned) <= 2 and fits:
+        yield _grid(cells, partitioned, is_matrix=len(shape) > 1)
         return
     slices = [f"[{', '.join(f'{start}:{stop}' for start, stop in spans)}]" for spans in cells]
     rows = list(zip(slices, cells.values(), strict=True))
-    yield table(("slice", "devices"), rows, most=512)  # rows; the table says how many are left out
+    # At most 512 rows are drawn, and a last row says how many are left out.
+    yield table(("slice", "devices"), rows, most=512)
 
 
 def _cells(held: Mapping[Spans, Sequence[str]]) -> dict[Spans, Text]:
@@ -122,22 +124,24 @@ def _cells(held: Mapping[Spans, Sequence[str]]) -> dict[Spans, Text]:
     return cells
 
 
-def _grid(cells: Mapping[Spans, Text], split: Sequence[int], *, is_matrix: bool) -> RenderableType:
+def _grid(
+    cells: Mapping[Spans, Text], partitioned: Sequence[int], *, is_matrix: bool
+) -> RenderableType:
     """Draws a cell for each slice, in rows and columns.
 
     Args:
-      cells: what is drawn for each slice.
-      split: the dimensions that are partitioned: rows and columns, columns only, or none.
+      cells: the text of each slice.
+      partitioned: the dimensions that are partitioned: two, one or none.
       is_matrix: whether the array has more than one dimension.
     """
     from rich.table import Table
 
     by_place: dict[tuple[str, str], Text] = {}  # by the titles of row and column
     for spans, cell in cells.items():
-        titles = [f"{spans[dimension][0]}:{spans[dimension][1]}" for dimension in split]
+        titles = [f"{spans[dimension][0]}:{spans[dimension][1]}" for dimension in partitioned]
         if len(titles) == 2:
             row, column = titles
-        elif split == [0] and is_matrix:  # Parts of a matrix's rows stand below each other.
+        elif partitioned == [0] and is_matrix:  # Parts of rows stand below each other.
             row, column = titles[0], ""
         else:
             row, column = "", titles[0] if titles else "full array"
