@@ -328,7 +328,10 @@ def _moves(instruction: Instruction) -> bool:
 
 
 def _dims(instruction: Instruction, value: Value) -> Shape:
-    """Returns the dimensions of what an instruction makes; of a tuple, those of its first part."""
+    """Returns the dimensions of a value that an instruction makes.
+
+    If the value is a tuple, these are the dimensions of its first part.
+    """
     return dims_at(instruction, value.index) or dims_at(instruction, (0,))
 
 

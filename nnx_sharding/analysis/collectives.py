@@ -307,7 +307,7 @@ def _row(collective: Collective) -> _Row:
 def _counted_rows(row_counts: Mapping[_Row, int]) -> list[_Row]:
     """Writes how many collectives share a row, and shortens the column "of" so that rows fit.
 
-    ``row_counts`` has the rows, none of which is equal to another, with these numbers.
+    ``row_counts`` has the different rows, each with the number of collectives that share it.
     """
     columns = zip(_HEADER, *row_counts, strict=True)
     widths = dict(zip(_HEADER, (max(map(len, column)) for column in columns), strict=True))

@@ -26,7 +26,7 @@ Sizes: TypeAlias = tuple[tuple[str, int], ...]  # the name and size of each mesh
 
 
 class _Axis(NamedTuple):
-    """A mesh axis as an array (before, part, after), of which groups run along the part.
+    """A mesh axis as an array (before, part, after). Groups run along the part.
 
     Along an axis of size 8, ``:(2)4`` is (2, 4, 1): the groups are 0 to 3 and 4 to 7. ``:(1)4`` is
     (1, 4, 2): they are 0, 2, 4, 6 and 1, 3, 5, 7.
@@ -101,7 +101,7 @@ def _mesh_groups(text: str) -> Groups:
     sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d{1,9})", match["sizes"])}
     order = match["devices"] or f"[{math.prod(sizes.values())}]"
     devices = _iota(order) if order.startswith("[") else np.array(_numbers(order))
-    # At first groups run along no axis, then along those that are named.
+    # At first, groups run along no axis. Named axes are replaced below.
     axes = {name: _Axis(before=size, part=1, after=1) for name, size in sizes.items()}
     named = re.findall(r"'([^']*)'(?::\((\d{1,9})\)(\d{1,9}))?", match["axes"])
     for name, written_before, written_part in named:

@@ -249,8 +249,8 @@ def elements_in_windows(
     step = dilation // common
     inverse = pow(spacing // common, -1, step)  # modulo step
     offset = (-start // common) * inverse % step
-    # How many k from `first` to `last` are offset, offset + step, …: those up to `last`, less those
-    # before `first`.
+    # The number of k among offset, offset + step, … that are at most `last`, less the number of
+    # those that are smaller than `first`.
     counts = (last - offset) // step - (first - 1 - offset) // step
     has_elements = (start % common == 0) & (last >= first)
     return np.where(has_elements, counts, 0)

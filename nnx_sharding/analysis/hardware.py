@@ -170,12 +170,15 @@ _BOOK = "https://jax-ml.github.io/scaling-book/"
 
 
 def _sources(page: str, **others: str) -> dict[str, str]:
-    """Returns the source of each figure: one page for all but ``others``."""
+    """Returns the source of each figure: ``others`` by the name of the figure, else ``page``."""
     return dict.fromkeys(_FIGURES, page) | others
 
 
 def _gpu(page: str, network: str = _BOOK + "gpus/") -> dict[str, str]:
-    """Returns the source of each figure of a GPU: NVIDIA's page, but for how GPUs are connected."""
+    """Returns the source of each figure of a GPU.
+
+    ``page`` is a page of NVIDIA. How GPUs are connected has other sources.
+    """
     return _sources(_NVIDIA + page, domain=_BOOK + "gpus/", network_bandwidth=network)
 
 

@@ -106,14 +106,15 @@ def _specs_of_shards(
 ) -> _Specs:
     """Infers specs from the shapes that operations have in the trace and on one device.
 
-    If an operation has several shapes of one rank, nothing says which shard is of which.
+    An operation with several shapes of one rank is left out, because nothing says which shard
+    belongs to which whole array.
 
     Args:
       made: the values of the trace.
       keyed: the instructions of the program for one device, each after the key of its operation.
       sizes: the sizes of the mesh axes.
     """
-    # By the key of the operation and the rank.
+    # The shapes in the trace and on one device, by the key of the operation and the rank.
     whole_shapes = defaultdict[tuple[OperationKey, int], set[Shape]](set)
     shard_shapes = defaultdict[tuple[OperationKey, int], set[Shape]](set)
     for value in made:

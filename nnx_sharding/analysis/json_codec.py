@@ -40,7 +40,10 @@ def file_path(path: str | os.PathLike[str]) -> Path:
 
 
 def unique_json(text: str | bytes) -> Any:
-    """Reads JSON; a ValueError if an object has a key twice, which readers treat differently."""
+    """Reads JSON; raises a ValueError if an object has a key twice.
+
+    Such JSON is refused because other readers may use another one of the two values.
+    """
 
     def checked_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         by_key = dict(pairs)
@@ -101,7 +104,7 @@ def read(kind: type[T], data: Any, what: str, **unwritten: Any) -> T:
     Args:
       kind: the class.
       data: the data.
-      what: what it is, in messages.
+      what: the noun for such data in messages.
       **unwritten: values for fields that are not in ``data``.
 
     Raises:
@@ -164,7 +167,7 @@ def _read_dataclass(kind: Any, data: Any, unwritten: Mapping[str, Any]) -> Any:
 
 
 def _read_plain(kinds: Sequence[Any], data: Any) -> Any:
-    """Returns a value that has one of the types ``kinds``; a TypeError for another one.
+    """Returns a value that has one of the types ``kinds``; raises a TypeError for any other value.
 
     Only plain types are checked: if ``kinds`` has another, such as ``Literal["gpu"]`` or ``Any``,
     the value is returned as it is.
@@ -251,7 +254,11 @@ class JsonForm(Pictured):
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """Reads what :meth:`as_dict` returned; a ValueError if it has another form or version."""
+        """Reads what :meth:`as_dict` returned.
+
+        Raises:
+          ValueError: the data have another form or version.
+        """
         parts = dict(data) if isinstance(data, dict) else {}
         form, version = parts.pop("format", None), parts.pop("version", None)
         if form != cls._FORMAT:
@@ -266,7 +273,11 @@ class JsonForm(Pictured):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Reads what :meth:`to_json` returned; a ValueError as for :meth:`from_dict`."""
+        """Reads what :meth:`to_json` returned.
+
+        Raises:
+          ValueError: the text is no JSON, or has another form or version.
+        """
         try:
             data = unique_json(text)
         except (ValueError, RecursionError) as error:
@@ -279,7 +290,12 @@ class JsonForm(Pictured):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads what :meth:`save` wrote; a ValueError as for :meth:`from_dict`, with the path."""
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+          ValueError: the file is no JSON, or has another form or version. The text begins with the
+            path.
+        """
         try:
             return cls.from_json(file_path(path).read_bytes())
         except ValueError as error:

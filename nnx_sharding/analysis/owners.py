@@ -71,7 +71,7 @@ class Arguments:
     """What the arguments of a program are for.
 
     Attributes:
-      owners: the owner of each argument of which something is known, by its number.
+      owners: the owners of arguments, by the number of the argument. Unknown ones are missing.
       parameter_modules: for each argument that is a parameter, by number, the path of its module.
       modules: the paths of all modules around arguments.
       optimizers: the paths of modules that have the state of an optimizer, but no parameters.

@@ -42,7 +42,7 @@ def spec_text(spec: PartitionSpec | str | None) -> str:
     """Writes a spec as a user would; ``-`` without one."""
     if not isinstance(spec, PartitionSpec):
         return spec or "-"
-    sums = []  # texts that name the axes over which an array is not summed yet
+    sums = []  # such as ``unreduced={'model'}``
     for kind in ("unreduced", "reduced"):
         axes = sorted(getattr(spec, kind))
         if axes:

@@ -183,7 +183,7 @@ class _Purposes:
           collective: the collective.
           home: the name of the computation that it is in.
           operations_of: for each array that it makes, the names of the user's operations.
-          is_sum: whether the collective adds up.
+          is_sum: whether the collective adds up arrays of several devices.
         """
         # How often each loop around the collective runs; None for an unknown length. In a loop over
         # layers, the array is a part of one layer of a stacked Variable.
@@ -327,8 +327,8 @@ class _Variables:
                 self.states.add(row.path)
                 continue
             # A module owns the Variables in its lists and dicts: ``model.up`` has
-            # ``model.up.scales[0]``. It does not own those of a module inside it: a further
-            # dot in the path, behind the module's attribute, is that of a module inside.
+            # ``model.up.scales[0]``. It does not own the Variables of a module inside it. Their
+            # paths have one more dot behind the attribute with the inner module.
             owners = [path for path in around if "." not in row.path[len(path) + 1 :]]
             for key in (None, *owners):
                 self._rows.setdefault(key, []).append(row)
@@ -453,7 +453,7 @@ def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tup
             continue
         returned[name] = (known_paths or ()) + new_paths
         instruction = by_name[name]
-        # The opcode of the instruction; a fusion or a call adds those of the instructions inside.
+        # The opcode of the instruction, and those of the instructions inside of a fusion or call.
         inside = [opcodes_in.get(callee, _UNKNOWN) for callee in instruction.callees]
         opcodes = {instruction.opcode}.union(*inside) - {"fusion"}
         operands = [by_name[x] for x in instruction.operand_names if x in by_name]

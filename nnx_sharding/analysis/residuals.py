@@ -154,9 +154,10 @@ def residual_of(
     calls: list[tuple[Jaxpr, JaxprEqn]] = []
 
     def residual(operation: str, *equations: JaxprEqn, source: str = "") -> Residual:
-        """Describes the array, as made by an operation in the module of the calls.
+        """Describes the array, which an operation in the calls has made.
 
-        ``equations`` is the equation of the operation, if it has one, for its name of the module.
+        The names of the calls and of ``equations``, the equation of the operation if it has one,
+        say the module.
         """
         path = path_of([*(call for _, call in calls), *equations])
         return Residual(

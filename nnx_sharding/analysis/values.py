@@ -445,8 +445,8 @@ class _Counter:
         if maker.opcode in _ARITHMETIC and len(maker.operand_names) == 2:
             first, second = (self._number(x, depth + 1) for x in values.operands(value))
             return _ARITHMETIC[maker.opcode](first, second) if first and second else None
-        # The values of which this value may be a copy. If there are several, such as what each of
-        # the callers gives, the number is known if all of them are the same number.
+        # This value may be a copy of any of these values. If there are several, because each caller
+        # gives one, for example, the number is known if all of them are the same number.
         copied = values.operands(value)[:1] if maker.opcode in _COPIES else values.passed(value)
         numbers = {self._number(x, depth + 1) for x in copied}
         return numbers.pop() if len(numbers) == 1 else None

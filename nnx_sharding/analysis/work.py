@@ -171,8 +171,9 @@ def _operations(module: Module, executed: ExecutedWork) -> tuple[Operation, ...]
             if module.fused(instruction) is not None:
                 work = sum_of([work, *(work_of_run[callee] for callee in instruction.callees)])
             total = total.plus(work)
-            # Copies and collectives run next to the operations, so they are none themselves. The
-            # instructions of a fusion are not either, but everything counts in ``total``.
+            # Copies and collectives run next to the operations, so they are no operations
+            # themselves. Neither are the instructions inside of a fusion, because the fusion is
+            # one. Everything counts in ``total``.
             is_asynchronous = instruction.opcode.endswith(("-start", "-done"))
             is_operation = not (runs.is_fused or instruction.collective or is_asynchronous)
             if is_operation and (work.flops or work.bytes_accessed):
