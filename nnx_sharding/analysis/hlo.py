@@ -362,7 +362,8 @@ def _split(text: str) -> _Parts:
     # follows nearly all instructions.
     depth: int | None = None
     for line in text.splitlines():
-        if match := _INSTRUCTION.match(line):
+        match = _INSTRUCTION.match(line)
+        if match is not None:
             if not is_open:  # The text is a part of a module, without a header.
                 computations.append(Computation("", False, []))
             root, name, shape, opcode, rest = match.groups()
@@ -380,7 +381,9 @@ def _split(text: str) -> _Parts:
                 continued = last._replace(rest=f"{last.rest}\n{line}")
                 computations[-1].instructions[-1] = continued
                 continue
-        if line.rstrip().endswith("{") and (header := _HEADER.match(line)):
+        # Only a line with a bracket at its end can be a header.
+        header = _HEADER.match(line) if line.rstrip().endswith("{") else None
+        if header is not None:
             entry, name = header.groups()
             computations.append(Computation(name, bool(entry), []))
             is_open = True

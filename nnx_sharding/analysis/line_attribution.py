@@ -18,9 +18,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from .attribution import CompiledProgram, Measured, figures_by_place, seconds_by_place
+from .attribution import (
+    CompiledProgram,
+    Measured,
+    PlaceFigures,
+    figures_by_place,
+    seconds_by_place,
+)
+from .buffers import Buffers
 from .by_line import LineCollectives, LineRow, LineTable, ValueType, source_text
 from .collectives import Collectives
 from .hlo import Module
@@ -61,14 +68,7 @@ def line_table(
     if program.mesh is not None:
         made = compiled_values(made, modules, program.module, whole, program.mesh.axes)
     rows_with_types = {(row.file, row.line): row for row in typed_table(made).rows}
-    # The bytes at the peak that no line has made: arguments, and arrays of the compiler's own. They
-    # are all bytes in use, less those that have a line.
-    held_without_line = None
-    if program.buffers is not None:
-        held_without_line = max(program.buffers.in_use())
-        for place, figure in figures.items():
-            if place.path and figure.at_peak is not None:
-                held_without_line -= figure.at_peak.total()
+    held_without_line = _held_without_line(figures, program.buffers)
     rows = []
     for place, figure in figures.items():
         # The place without a path is for everything without a line.
@@ -88,6 +88,23 @@ def line_table(
         )
         rows.append(row)
     return LineTable(_ordered(rows), "; ".join(reasons) or None, _remark(made))
+
+
+def _held_without_line(
+    figures: Mapping[Place, PlaceFigures], buffers: Buffers | None
+) -> int | None:
+    """Sums the bytes at the peak that no line has made: of arguments, and the compiler's own.
+
+    These are all bytes in use at the peak, less those of lines. Returns None if the compiler does
+    not say what is in memory.
+    """
+    if buffers is None:
+        return None
+    held = max(buffers.in_use())
+    for place, figure in figures.items():
+        if place.path and figure.at_peak is not None:  # The place is a line.
+            held -= figure.at_peak.total()
+    return held
 
 
 def typed_table(made: Sequence[MadeValue]) -> LineTable:

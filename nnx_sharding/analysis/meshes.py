@@ -36,6 +36,7 @@ class MeshDescription:
         # An abstract mesh has no devices, so it has neither ids nor coordinates.
         ids, coordinates = None, {}
         if isinstance(mesh, Mesh):
+            # `vectorize` keeps the shape of the mesh, and `tolist` makes nested lists of it.
             ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices).tolist()
             coordinates = _coordinates(list(mesh.devices.flat))
         return cls(

@@ -154,11 +154,13 @@ class Overlap:
         loops.
         """
         instruction = self._module.maker(collective)
-        body = None if instruction is None else self._body_with_chain(_channel(instruction))
-        if instruction is None or body is None:
+        if instruction is None:  # Only damaged text lacks the instruction.
+            return None
+        channel = _channel(instruction)
+        body = self._body_with_chain(channel)
+        if body is None:
             return None
         # All sets and mappings below have names of instructions in the body.
-        channel = _channel(instruction)
         contents = {x.name: self._contents_of(x) for x in body.instructions}
         products = {name for name, content in contents.items() if content.products}
         # The chain has at least one instruction, because `_body_with_chain` has found it here.

@@ -42,7 +42,7 @@ def spec_text(spec: PartitionSpec | str | None) -> str:
     """Writes a spec as a user would; ``-`` without one."""
     if not isinstance(spec, PartitionSpec):
         return spec or "-"
-    sums = []  # such as ``unreduced={'model'}``
+    sums = []  # texts, such as ``unreduced={'model'}``
     for kind in ("unreduced", "reduced"):
         axes = sorted(getattr(spec, kind))
         if axes:
@@ -211,15 +211,16 @@ def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any
     """
     styles = spec_styles(rows)
     sums = sum(row.bytes_per_device for row in rows), sum(row.bytes_total for row in rows)
-    lines: list[Sequence[Any]] = [HEADER, ["total", "", "", "", "", *map(bytes_text, sums)]]
+    header: Sequence[Any] = HEADER
+    footer: Sequence[Any] = ["total", "", "", "", "", *map(bytes_text, sums)]
+    body: list[Sequence[Any]] = []
     for row in rows:
         path, shape, dtype, spec, shard_shape, *_ = cells(row)
         # Exact bytes, the other two cells, are replaced by bytes with units.
         sizes = bytes_text(row.bytes_per_device), bytes_text(row.bytes_total)
-        lines.append([path, shape, dtype, text(spec, styles=styles), shard_shape, *sizes])
-    if width < 100:  # The column of the shard shape is left out.
-        lines = [[*line[:4], *line[5:]] for line in lines]
-    header, footer, *body = lines
+        body.append([path, shape, dtype, text(spec, styles=styles), shard_shape, *sizes])
+    if width < 100:  # The column of the shard shape, the fifth one, is left out.
+        header, footer, *body = ([*line[:4], *line[5:]] for line in (header, footer, *body))
     return table(header, body, numbers=2, footer=footer, most=most)
 
 

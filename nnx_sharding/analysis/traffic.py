@@ -232,6 +232,8 @@ def _slowdown(kind: CollectiveKind, route: Route) -> float:
         return route.num_links
     slice_size, chip_size = route.devices // route.slices, route.devices // route.chips
     if kind == "all-to-all" and route.torus and slice_size > chip_size:
+        # ``crossing`` is the number of bytes over one link in the middle, divided by slice_size. If
+        # the bytes were spread evenly, a link would carry (slice_size - chip_size) / num_links.
         crossing = max(n // 2 * (n - n // 2) / n / links for n, links in route.torus)
         return crossing * route.num_links * slice_size / (slice_size - chip_size)
     return 1.0

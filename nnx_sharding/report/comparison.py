@@ -194,21 +194,19 @@ class Comparison(JsonForm):
           hardware: the hardware that rooflines are for; None leaves the rooflines unchanged.
         """
         limit, reports, measured = self.memory_limit, self.reports, self.measured
-        device: Hardware | None  # the hardware whose memory is the limit if no other limit is known
         if hardware is not None:
-            new_hardware = device = hardware_of(hardware)
+            new_hardware = hardware_of(hardware)
             # The old limit and the measured times are dropped, because they are of other hardware.
-            limit, measured = None, {}
+            limit, measured = new_hardware.memory_bytes, {}
             compiled = {name: r.with_roofline(new_hardware) for name, r in self.compiled.items()}
             reports = {**reports, **compiled}
-        else:
+        elif limit is None:
             # The memory is known if the programs were compiled for devices of one known kind.
             kinds = {report.device_kind for report in self.compiled.values()}
-            device = HARDWARE.get(kinds.pop()) if len(kinds) == 1 else None
+            known_hardware = HARDWARE.get(kinds.pop()) if len(kinds) == 1 else None
+            limit = None if known_hardware is None else known_hardware.memory_bytes
         if memory_limit is not None:
             limit = read_bytes(memory_limit)
-        elif limit is None and device is not None:
-            limit = device.memory_bytes
         return dataclasses.replace(self, reports=reports, memory_limit=limit, measured=measured)
 
     def _parts(self) -> dict[str, Any]:
@@ -265,14 +263,19 @@ class Comparison(JsonForm):
             for figure, why in why_unknown(report).items():
                 yield text(f"{name}: {figure} unknown, and ranked last: {why}", "yellow")
         yield from self._held_by_module()
-        failures = {n: r.error for n, r in self.reports.items() if isinstance(r, Failure)}
-        for error, names in names_by_value(failures).items():
-            first, *rest = error.splitlines() or [""]
-            yield text(f"{_shortened(names)} failed: {first}", "red")
-            yield from (text(f"  {line}") for line in rest[:12])
+        yield from self._failures()
         if self.ruled_out:
             yield text(f"{len(self.ruled_out)} not compiled (ruled_out has their names):")
             yield from map(text, _counts(self.ruled_out.values()))
+
+    def _failures(self) -> Iterable[RenderableType]:
+        """Yields the first lines of each error, behind the strategies that failed with it."""
+        errors = {n: r.error for n, r in self.reports.items() if isinstance(r, Failure)}
+        for error, names in names_by_value(errors).items():
+            lines = error.splitlines()
+            first = lines[0] if lines else ""
+            yield text(f"{_shortened(names)} failed: {first}", "red")
+            yield from (text(f"  {line}") for line in lines[1:13])
 
     def _held_by_module(self) -> Iterable[RenderableType]:
         """Yields the modules that hold the memory at the peak, by strategy.

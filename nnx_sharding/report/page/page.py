@@ -58,21 +58,14 @@ def html_page(report: Any, title: str | None = None, head: str = "") -> str:
         head = head or "\n".join(lines)
         report = report.comparison
     report = report if isinstance(report, Changes) else load(report)
-    reports: list[ProgramReport]  # the reports that the page shows; for `Changes`, none
-    if isinstance(report, Changes):
-        name, reports = "What changed", []
-    elif isinstance(report, Comparison):
-        reports = list(report.compiled.values())
-        name = f"{len(reports)} strategies compared"
-    else:
-        name, reports = report.name, [report]
+    name, made_with = _name_and_versions(report)
     style = _part("page.css")
     script = "\n".join(_part(f"script/{file}.js") for file in _SCRIPT)
     # A function around the script keeps its names out of the page's global scope.
     script = f'"use strict";\n(() => {{\n{script}}})();\n'
     parts = {
         "title": _escaped(title or name),
-        "made_with": _escaped(_made_with(reports[0]) if reports else ""),
+        "made_with": _escaped(made_with),
         "style_hash": _hash(style),
         "script_hash": _hash(script),
         "style": style,
@@ -91,6 +84,20 @@ def write_html(
 ) -> None:
     """Writes :func:`html_page` to a file, which is replaced if it exists."""
     write_file(Path(path), html_page(report, title, head).encode())
+
+
+def _name_and_versions(report: ProgramReport | Comparison | Changes) -> tuple[str, str]:
+    """Returns the title of a page without another one, and with what its reports were made.
+
+    The second text is that of the first report of a comparison. It is empty without a report: for
+    `Changes`, and if nothing was compiled.
+    """
+    if isinstance(report, Changes):
+        return "What changed", ""
+    if isinstance(report, ProgramReport):
+        return report.name, _made_with(report)
+    compiled = list(report.compiled.values())
+    return f"{len(compiled)} strategies compared", _made_with(compiled[0]) if compiled else ""
 
 
 def _made_with(report: ProgramReport) -> str:
