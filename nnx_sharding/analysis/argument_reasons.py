@@ -73,9 +73,9 @@ class ArgumentReasons:
         self._plan, self._objects, self._leaves = plan, objects, leaves
         self._slots = {name: slot for slot, name in enumerate(plan.names)}
         self._locations: defaultdict[int, list[NamedLocation]] = defaultdict(list)
-        for location in locate(plan.structure, plan.arguments):
-            for slot in location.location.slots:
-                self._locations[slot].append(location)
+        for named in locate(plan.structure, plan.arguments):
+            for slot in named.location.slots:
+                self._locations[slot].append(named)
 
     def reason(self, row: ParameterRow) -> Reason:
         """Says why one array, as the program has it, is sharded as it is."""

@@ -143,8 +143,8 @@ def _attention_flops(config: str, operands: Sequence[Sequence[int]]) -> int | No
     value_width = operands[2][-1]
     per_position = key_width + value_width
     if "_grad_gemm" in config:  # The call is of the backward pass.
-        # Scores and the gradients of queries and keys sum over the width of keys, or have it. The
-        # gradients of probabilities and values do so with the width of values.
+        # The products for scores and for the gradients of queries and keys have the width of keys.
+        # Those for the gradients of probabilities and values have the width of values.
         per_position = 3 * key_width + 2 * value_width
     return 2 * math.prod(batch) * positions * per_position
 

@@ -238,7 +238,7 @@ class Module(Values):
         ``weights`` is as in `taken`. The weight of a branch includes its callees, in all runs of
         loops.
         """
-        sums = Counter(weights)  # gets the weights with callees, too
+        sums = Counter(weights)  # The weights of callees are added below.
         largest: dict[str, str] = {}
         # Callees come before their callers, so that their weights are known.
         for name in self.callees_first or ():

@@ -196,7 +196,8 @@ def _read_spec(data: Any) -> PartitionSpec:
     for name in ("unreduced", "reduced"):
         if name in parts:
             options[name] = {*parts.pop(name)}
-    if kind := parts.pop("unreduced_kind", None):  # written by JAX 0.12 or later
+    kind = parts.pop("unreduced_kind", None)  # Only data from JAX 0.12 or later have it.
+    if kind:
         options["unreduced_kind"] = jax.sharding.UnreducedKind[str(kind)]
     return PartitionSpec(*entries, **options, **parts)
 

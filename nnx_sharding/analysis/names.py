@@ -32,12 +32,11 @@ def common(paths: Sequence[str]) -> str:
 
     A path is within itself. There has to be one path at least.
     """
-    inner = [
-        path
-        for path in [*enclosing_paths(paths[0]), paths[0]]
-        if all(is_within(x, path) for x in paths)
+    outermost_first = [*enclosing_paths(paths[0]), paths[0]]
+    around_all = [
+        module for module in outermost_first if all(is_within(path, module) for path in paths)
     ]
-    return inner[-1] if inner else ""
+    return around_all[-1] if around_all else ""
 
 
 def operations(operation: str) -> list[str]:

@@ -138,7 +138,8 @@ class _Purposes:
         if moved:
             kind: Purpose = "state" if moved <= self._variables.states else "parameter"
             return Use(kind, parameters=tuple(sorted(moved)), module=path)
-        if gradients := self._gradients(collective, home, operations_of, is_sum=is_sum):
+        gradients = self._gradients(collective, home, operations_of, is_sum=is_sum)
+        if gradients:
             return Use("gradient", parameters=tuple(sorted(gradients)), module=path)
         if is_sum:
             return Use("sum", module=path)
@@ -612,7 +613,7 @@ class Origins:
         """
 
         def computed_from(x: Value) -> list[Value]:
-            # An instruction that passes a value on, such as a fusion, leads to the passed value.
+            """Lists the values that ``x`` is a copy of, or else the operands of its instruction."""
             return self._module.passed(x) or self._module.operands(x)
 
         values = [*itertools.islice(reached(value, computed_from), _MAX_STEPS)]

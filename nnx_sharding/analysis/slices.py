@@ -68,9 +68,10 @@ def with_exchanges(instructions: Sequence[Instruction]) -> list[Instruction]:
     by_name = {instruction.name: instruction for instruction in instructions}
     exchanges: defaultdict[str, list[Instruction]] = defaultdict(list)  # rendezvous → send, recv
     for instruction in instructions:
-        is_transfer = instruction.opcode in ("send", "recv")
-        if is_transfer and (match := _RENDEZVOUS.search(instruction.rest)):
-            exchanges[match[1]].append(instruction)
+        if instruction.opcode in ("send", "recv"):
+            rendezvous = _RENDEZVOUS.search(instruction.rest)
+            if rendezvous is not None:  # Other transfers are no exchanges.
+                exchanges[rendezvous[1]].append(instruction)
     replaced: dict[str, Instruction] = {}  # by name
     for transfers in exchanges.values():
         ends = {transfer.opcode: transfer for transfer in transfers}

@@ -274,7 +274,8 @@ def work_of(instruction: Instruction, operands: Operands, module: Module | None)
     opcode = instruction.opcode
     if opcode in _NO_WORK or instruction.target in MARKERS:
         return Work()
-    if opcode == "custom-call" and (estimate := custom_work(instruction)) is not None:
+    estimate = custom_work(instruction) if opcode == "custom-call" else None
+    if estimate is not None:
         return _work_of_kernel(instruction, operands, module=module, estimate=estimate)
     accessed = 0 if module is None else accessed_bytes(instruction, operands, module)
     moved = Work(bytes_accessed=accessed, host_bytes=host_bytes(instruction, operands))

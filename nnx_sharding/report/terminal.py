@@ -38,9 +38,9 @@ def show_array(
 ) -> None:
     """Prints which slice of an array each device holds, to standard output or to ``console``.
 
-    Like ``jax.debug.visualize_array_sharding``, but for arrays of any rank, also without data and
-    on abstract meshes. An array that is partitioned in one or two dimensions is drawn as a grid of
-    these, any other as a list.
+    It is like ``jax.debug.visualize_array_sharding``, but takes arrays of any rank, also without
+    data and on abstract meshes. An array that is partitioned in one or two dimensions is drawn as a
+    grid of these dimensions if the console is wide enough. Any other array is drawn as a list.
 
     Args:
       array: an array, a ``jax.ShapeDtypeStruct``, or a shape.
