@@ -220,7 +220,8 @@ def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any
         sizes = bytes_text(row.bytes_per_device), bytes_text(row.bytes_total)
         body.append([path, shape, dtype, text(spec, styles=styles), shard_shape, *sizes])
     if width < 100:  # The column of the shard shape, the fifth one, is left out.
-        header, footer, *body = ([*line[:4], *line[5:]] for line in (header, footer, *body))
+        header, footer = ([*line[:4], *line[5:]] for line in (header, footer))
+        body = [[*line[:4], *line[5:]] for line in body]
     return table(header, body, numbers=2, footer=footer, most=most)
 
 
