@@ -67,10 +67,12 @@ def notes_of_split_heads(listing: Listing, specs: SpecsByPath, mesh: AnyMesh) ->
         module = modules.get(module_path)
         if not isinstance(module, nnx.Module):
             continue
-        shape, outputs = parameter.shapes[0], dimensions[-1]  # the dimension of the outputs
-        axes = axes_of(pad_entries(spec, len(shape))[outputs])
+        shape = parameter.shapes[0]
+        output_dimension = dimensions[-1]
+        axes = axes_of(pad_entries(spec, len(shape))[output_dimension])
         devices = math.prod(mesh.shape[axis] for axis in axes)
-        heads = _num_heads(module, name, size=shape[outputs])  # None if the module does not say it
+        # The number of heads; None if the module does not say it.
+        heads = _num_heads(module, name, size=shape[output_dimension])
         if heads and heads % devices:  # without axes there is one device, which divides all
             over = ", ".join(map(repr, axes))
             notes[parameter.path] = (

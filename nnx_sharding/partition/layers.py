@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 from flax import nnx
@@ -153,7 +153,7 @@ class LayerDimensions:
         self._names = {_COMMON_NAME}
         self._resolved: dict[int, Stacked] = {}
 
-        known_variables = list(self._known_variables(flat))  # the call fills `_norms`
+        known_variables = self._read_layers(flat)  # fills `_norms`
         # If () is the only candidate of all of them, no layer is stacked. Most models are so, and
         # the rest is skipped because it would find nothing.
         is_any_stacked = any(candidate for x in known_variables for candidate in x.candidates)
@@ -195,7 +195,9 @@ class LayerDimensions:
         # A `Stack` puts the dimensions of its layers first.
         in_stack = tuple(range(self._stack_counts.get(slots[0], 0)))
         # 1. Names in the metadata: a dimension whose name is in `self._names` is stacked layers.
-        names = _names(subject, len(shape))  # the name of each dimension; () without names
+        # `names` has the name of each dimension. It is () for most Variables, which have none, and
+        # the set is then left out to save time.
+        names = _names(subject, len(shape))
         named = {d for d, name in enumerate(names) if name in self._names} if names else None
         if named:
             return Stacked(tuple(sorted(named.union(in_stack))))
@@ -217,11 +219,12 @@ class LayerDimensions:
         # 4. The `Stack` around the subject; no dimensions without one.
         return Stacked(in_stack)
 
-    def _known_variables(self, flat: Flat) -> Iterator[_KnownVariable]:
-        """Yields the parameters of Flax's layers, with the dimensions that may be stacked layers.
+    def _read_layers(self, flat: Flat) -> list[_KnownVariable]:
+        """Returns the parameters of Flax's layers, with the dimensions that may be stacked layers.
 
         Also fills ``_norms`` with the ids of the parameters of normalization layers.
         """
+        known_variables = []
         for index, layer in enumerate(flat.objects):
             kind: Any = type(layer)
             layer_class = _layer_class(kind)
@@ -243,7 +246,9 @@ class LayerDimensions:
                 stack_count = self._stack_counts.get(slots[0], 0) if slots else 0
                 candidates = _candidates(shape, layer_shape, stack_count)
                 path_in_layer = (name,)  # the constructor puts the path of the layer before it
-                yield _KnownVariable(path_in_layer, index, variable, shape, candidates)
+                known = _KnownVariable(path_in_layer, index, variable, shape, candidates)
+                known_variables.append(known)
+        return known_variables
 
     def _find_common_axes(self, known: Sequence[_KnownVariable]) -> None:
         """Fills ``_common_axes``: the axes that all Variables of a class in a module may have.

@@ -514,6 +514,7 @@ def _spec_of_annotation(
     if not isinstance(annotation, PartitionSpec | tuple | list):
         raise TypeError(f"expected a tuple of names{suggested_spec(annotation)}")
     shape = variable.shape
+    # The names in the form of a spec, whose further fields, such as ``unreduced``, are kept.
     named = annotation if isinstance(annotation, PartitionSpec) else PartitionSpec(*annotation)
     if shape is not None and len(named) > len(shape):
         raise ValueError(f"{len(named)} names for {len(shape)} dimensions")
@@ -531,7 +532,7 @@ def _spec_of_annotation(
     rules = LogicalRules((*((axis, axis) for axis in axes), *rules.rules))
     rank = len(named) if shape is None else len(shape)
     spec = rules.spec(pad_entries(named, rank), shape, mesh)
-    return with_entries(named, spec.partitions)  # other fields of the annotation are kept
+    return with_entries(named, spec.partitions)
 
 
 def _check_axes(axes: Sequence[object], rule_names: Sequence[str], mesh: AnyMesh | None) -> None:

@@ -503,17 +503,32 @@ def _shard_large(
             is_any_sharded = True
     num_shards = math.prod(mesh.shape[axis] for axis in axes)
     if too_small and not is_any_sharded and num_shards > 1:
-        # The warning is for small models, which users try first. Small models would silently stay
-        # replicated.
-        largest = max(too_small, key=lambda array: (array.layer_size, array.name))
-        warn_or_raise(
-            UnshardedWarning,
-            f"{name}: nothing is sharded over {', '.join(map(repr, axes))}: all arrays that could "
-            f"be have fewer elements than min_size={min_size}. The largest, {largest.name}, has "
-            f"{largest.layer_size}. Pass a smaller min_size, such as min_size=0.",
-            strict=False,
-        )
+        _warn_of_small(name, too_small, axes, min_size)
     return notes
+
+
+def _warn_of_small(
+    name: str, arrays: Iterable[NamedVariable], axes: Sequence[AxisName], min_size: int
+) -> None:
+    """Warns that nothing is sharded, because all arrays are smaller than ``min_size``.
+
+    The warning is for small models, which users try first, and which would silently stay
+    replicated.
+
+    Args:
+      name: the strategy.
+      arrays: the arrays that could be sharded otherwise; at least one.
+      axes: the mesh axes.
+      min_size: the number of elements.
+    """
+    largest = max(arrays, key=lambda array: (array.layer_size, array.name))
+    warn_or_raise(
+        UnshardedWarning,
+        f"{name}: nothing is sharded over {', '.join(map(repr, axes))}: all arrays that could "
+        f"be have fewer elements than min_size={min_size}. The largest, {largest.name}, has "
+        f"{largest.layer_size}. Pass a smaller min_size, such as min_size=0.",
+        strict=False,
+    )
 
 
 def spec_axes_of(sharding: Spec, mesh: AnyMesh | None) -> Set[AxisName]:

@@ -124,21 +124,11 @@ def products_in(equations: Iterable[JaxprEqn]) -> Products:
     """
     summands = list[Products]()
     for equation in equations:
-        name, params = equation.primitive.name, equation.params
-        operands: list[Any] = [x.aval for x in equation.invars]
-        results: list[Any] = [x.aval for x in equation.outvars]
-        flops = _product_flops(name, params, [*operands, *results])
-        if flops:
-            summands.append(
-                Products(
-                    flops=flops,
-                    accessed=sum(_size(array) for array in (*operands, *results)),
-                    least=flops,
-                    # The first two operands are the factors; further ones are sizes of groups.
-                    is_narrow=all(array.dtype.itemsize == 1 for array in operands[:2]),
-                )
-            )
+        own_products = _own_products(equation)  # None for other operations
+        if own_products is not None:
+            summands.append(own_products)
             continue
+        name = equation.primitive.name
         # `jaxprs_of` yields the jaxprs in the parameters: a body, or the branches of a `cond`.
         called = [products_in(jaxpr.eqns) for jaxpr in _compat.jaxprs_of(equation)]
         if called and name == "cond":  # one of the branches runs
@@ -146,13 +136,30 @@ def products_in(equations: Iterable[JaxprEqn]) -> Products:
             called = [largest._replace(least=min(branch.least for branch in called))]
         if name == "while":  # the body may run zero times
             called = [body._replace(least=0.0) for body in called]
-        num_runs = params.get("length", 1)  # only a scan has this parameter
+        num_runs = equation.params.get("length", 1)  # only a scan has this parameter
         summands += [body.times(num_runs) for body in called]
     return Products(
         flops=sum(products.flops for products in summands),
         accessed=sum(products.accessed for products in summands),
         least=sum(products.least for products in summands),
         is_narrow=any(products.is_narrow for products in summands),
+    )
+
+
+def _own_products(equation: JaxprEqn) -> Products | None:
+    """Returns the products of a matrix product or a convolution; None for any other equation."""
+    operands: list[Any] = [x.aval for x in equation.invars]
+    results: list[Any] = [x.aval for x in equation.outvars]
+    arrays = [*operands, *results]
+    flops = _product_flops(equation.primitive.name, equation.params, arrays)
+    if flops == 0:
+        return None
+    return Products(
+        flops=flops,
+        accessed=sum(_size(array) for array in arrays),
+        least=flops,
+        # The first two operands are the factors; further ones are sizes of groups.
+        is_narrow=all(array.dtype.itemsize == 1 for array in operands[:2]),
     )
 
 
