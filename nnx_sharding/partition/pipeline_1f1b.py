@@ -17,8 +17,10 @@ One tick is::
                     send              the gradients of the layers' inputs, to the stage before
                     prefix            of the microbatch whose gradient leaves the first stage
 
-All ticks of a phase are one ``scan``. JAX's transposition of a scan would run the backward pass
-after all ticks, so gradients are computed in each tick, and added to sums in the carry. Values that
+The ticks with only a forward pass are the *warm* phase, those with both the *steady*, and the last
+ones the *cool* phase. All ticks of a phase are one ``scan``. JAX's transposition of a scan would
+run the backward pass after all ticks, so gradients are computed in each tick, and added to sums in
+the carry. Stages send in a circle: the first stage receives the output of the last one. Values that
 a later tick reads wait in *rings* of K slots: each tick writes slot ``tick % K``, and the slot is
 read up to K - 1 ticks later.
 
@@ -41,8 +43,8 @@ which there are gradients. ``split`` and ``split_fixed`` map the positions of sp
 fixed values with shard sums to names for reports.
 
 Helpers in this file: `_pick` selects some positions of a dict of arrays, and `_rename` gives
-outputs the positions of inputs. `_take` reads, and `_put` writes, one slot of a ring. `_where`
-chooses between two arrays stage by stage.
+outputs the positions of inputs. `_take` reads one slot of a ring, and `_put` returns rings with a
+new value in one slot. `_where_stage` chooses between two arrays stage by stage.
 
 From other modules: `find_call` traces the loss, and raises an error unless it calls one pipeline.
 `traced_slots` returns the slots of the arrays that a trace gets as inputs. `Timetable` has methods
@@ -102,13 +104,14 @@ def accumulate_interleaved(
     """
     flat = call.flat
     slots = traced_slots(flat.leaves)  # the slots of all arrays in the arguments: the loss's inputs
-    position_of = {slot: i for i, slot in enumerate(slots)}  # slot → number of the input
-    all_microbatches = {id(first): stacked for first, stacked in batch}
-    batch_by_position = {}
+    position_of = {slot: i for i, slot in enumerate(slots)}  # slot → position of the input
+    # Arrays with rows are found by identity, because the arguments hold the objects in `batch`.
+    stacked_by_id = {id(first): stacked for first, stacked in batch}
+    batch_by_position = {}  # position of the input → the array of all microbatches
     for i, slot in enumerate(slots):
-        # Arrays with rows are found by identity, because the arguments hold the objects in `batch`.
-        if (stacked := all_microbatches.get(id(flat.leaves[slot]))) is not None:
-            batch_by_position[i] = stacked
+        leaf_id = id(flat.leaves[slot])
+        if leaf_id in stacked_by_id:
+            batch_by_position[i] = stacked_by_id[leaf_id]
     targets = [position_of[slot] for slot in call.slots]
     names = [call.plan.names[slot] for slot in call.slots]  # for example ``model.up.kernel``
 
@@ -127,10 +130,11 @@ def accumulate_interleaved(
         assert loss.call.staged is not None  # `find_call` has refused a loss without a pipeline
         # The axis of the stages divides no rows, because all stages get all rows of a microbatch.
         axes = tuple(axis for axis in row_axes if axis != loss.call.staged.axis)
-        split = {}  # target → its name; empty if the rows are not sharded
+        split = {}  # position of a split target → its name; empty if the rows are not sharded
         if axes:
-            triples = zip(targets, names, is_split, strict=True)
-            split = {target: name for target, name, is_target_split in triples if is_target_split}
+            for target, name, is_target_split in zip(targets, names, is_split, strict=True):
+                if is_target_split:
+                    split[target] = name
         parts = LossParts(loss, targets, batch_by_position.keys(), split)
         sums = ShardSums(loss.call.staged.mesh, axes)
         loop = OneForwardOneBackward(parts, arrays, batch_by_position, dtype, sums)
@@ -164,8 +168,10 @@ class _Carry(NamedTuple):
     All other fields are by the positions of outputs.
     """
 
-    sent: ByPosition  # the x that each stage gets for its forward pass, (S, rows, …)
-    d_sent: ByPosition  # gradients of what each stage returned, for its backward pass, (S, rows, …)
+    # What each stage received at the end of the tick before, (S, rows, …): the x of its next
+    # forward pass, and the gradient of its output in its next backward pass.
+    received_x: ByPosition
+    received_d_out: ByPosition
     written: ByPosition  # the arrays of the layers that layers write, (S, D, …)
     early: ByPosition  # the early state that the next microbatch enters with
     late: ByPosition  # the late state that the next microbatch leaves with
@@ -186,7 +192,7 @@ class OneForwardOneBackward:
         _parts, _loss   the parts of the loss, and the loss itself, with its positions
         _arrays         the inputs of the loss, with one microbatch
         _batch          the inputs that have rows, with all microbatches, (M, rows, …)
-        _fixed          the fixed values that layers get, by position; set by :meth:`run`
+        _fixed          the fixed values that layers get, by position
         _stages         the layers of all stages: their forward and their backward pass
         _staged         constrains arrays (S, …) to the stages, and sends them to the next one
         _time           says which microbatch each stage has at a tick, and which slot of a ring
@@ -203,7 +209,7 @@ class OneForwardOneBackward:
         dtype: Any,
         sums: ShardSums,
     ):
-        """Traces the layers.
+        """Computes the fixed values, and traces the layers.
 
         Args:
           parts: the parts of the loss.
@@ -219,42 +225,45 @@ class OneForwardOneBackward:
         self._dtype, self._sums = dtype, sums
         num_microbatches = len(next(iter(batch.values())))  # M, the same in all arrays
         self._time = Timetable(self._staged.stages, num_microbatches)
+        self._fixed = parts.run_fixed(self._arrays)
         self._stages = TracedStages(parts)
 
     def run(self) -> Accumulated:
-        """Runs all ticks, and the parts that run once: the fixed values before, the ending after.
+        """Runs all ticks, and returns the loss's outputs, the state, and the gradients."""
+        num_warm, num_steady = self._time.delay, self._time.microbatches  # S - 1 and M ticks
+        num_cool = num_warm
+        carry = self._first_carry()
+        carry, _ = self._scan(self._run_warm, carry, 0, num_warm)
+        carry, returned = self._scan(self._run_steady, carry, num_warm, num_steady)
+        carry, _ = self._scan(self._run_cool, carry, num_warm + num_steady, num_cool)
+        return Accumulated(returned, self._last_state(carry), self._target_gradients(carry))
 
-        Returns:
-          Outputs, state and gradients. Sets ``_fixed``.
-        """
-        parts, loss, inputs = self._parts, self._loss, self._arrays
-        # The fixed values, and their derivative by the targets.
-        self._fixed = parts.run_fixed(inputs)
+    def _target_gradients(self, carry: _Carry) -> ByPosition:
+        """Returns the gradients of the targets, which are inputs, from the last carry."""
+        parts, inputs = self._parts, self._arrays
+        # A target has one gradient that came through prefix and suffix, and one through the fixed
+        # values: the layers' parameters, for example, are fixed. The gradient is the sum of both.
+        by_prefix_and_suffix = self._add_up_shards(carry.totals, parts.split)
         _, pull_fixed = jax.vjp(
             lambda targets: parts.run_fixed_with_gradients(inputs | targets),
             _pick(inputs, parts.targets),
         )
-        # The ticks, in three phases.
-        carry = self._first_carry()
-        warm, steady = self._time.delay, self._time.microbatches  # S - 1 and M ticks
-        carry, _ = self._scan(self._run_warm, carry, 0, warm)
-        carry, returned = self._scan(self._run_steady, carry, warm, steady)
-        carry, _ = self._scan(self._run_cool, carry, warm + steady, warm)
-        # The gradient of a target is the one by prefix and suffix, plus the one by the fixed
-        # values, for example the layers' parameters. Both dicts have all targets as keys.
-        gradients = self._added_up(carry.totals, parts.split)
         [by_fixed] = pull_fixed(self._fixed_gradients(carry))
-        for i, gradient in gradients.items():
-            gradients[i] = gradient + by_fixed[i].astype(gradient.dtype)
-        # State that depends on the arrays that layers write is computed from the last ones.
+        # Both dicts have all targets as keys.
+        return _add(by_prefix_and_suffix, by_fixed)
+
+    def _last_state(self, carry: _Carry) -> ByPosition:
+        """Returns all new state, by the positions of outputs, from the last carry."""
+        loss = self._loss
+        # The ending is the state that depends on the arrays that layers write. It is computed once,
+        # from the arrays that the last microbatch has left.
         inputs_at_the_end = (
-            inputs
+            self._arrays
             | _rename(carry.early, loss.state)
             | _rename(carry.late, loss.state)
             | _rename(carry.written, loss.written_of)
         )
-        state = carry.early | carry.late | parts.run_ending(inputs_at_the_end)
-        return Accumulated(returned, state, gradients)
+        return carry.early | carry.late | self._parts.run_ending(inputs_at_the_end)
 
     def _scan(self, run: Callable[..., Any], carry: _Carry, start: int, count: int) -> Any:
         """Runs ``count`` ticks, from number ``start``.
@@ -278,27 +287,27 @@ class OneForwardOneBackward:
         """Runs a tick with a forward pass, a loss and a backward pass.
 
         Returns:
-          The carry, and all that the loss returns for the microbatch that leaves the last stage, by
-          position: its value and auxiliary data.
+          A pair: the new carry, and the outputs of the loss, its value and auxiliary data, for the
+          microbatch that leaves the last stage, by the position of the output.
         """
         carry = self._forward(carry, tick)
-        # The last stage sends to the first one, so its output is at index 0 of `sent`. The index 0
-        # is read because XLA compiles a slice of the last stage, [-1], as a shift of all stages.
-        leaving = {i: x[0] for i, x in carry.sent.items()}  # (rows, …)
+        # `leaving` is the last stage's output, which the first stage has received. It is read there
+        # because XLA would compile a slice of the last stage, [-1], as a shift of all stages.
+        leaving = {i: x[0] for i, x in carry.received_x.items()}  # (rows, …)
         carry, returned, d_leaving = self._differentiate(carry, tick, leaving)
         # The gradients of the stages' outputs, (S, rows, …). The last stage has its gradient from
-        # the loss. Each other stage has it from the next stage, which sent it in the tick before.
+        # the loss. Each other stage has received it from the next stage in the tick before.
         d_out = {
-            i: _where(self._time.is_last, d_leaving[i], d_sent)
-            for i, d_sent in carry.d_sent.items()
+            i: _where_stage(self._time.is_last, d_leaving[i], received)
+            for i, received in carry.received_d_out.items()
         }
         return self._backward(carry, tick, d_out), returned
 
     def _run_cool(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, None]:
         """Runs a tick with a backward pass only."""
-        # The last stage has no loss in these ticks. Its entry of `d_sent`, which the first stage
-        # sent around the ring, does not count, because the last stage is idle.
-        return self._backward(carry, tick, carry.d_sent), None
+        # The last stage has no loss in these ticks. What it received from the first stage is no
+        # gradient of its output, but does not count, because the last stage is idle.
+        return self._backward(carry, tick, carry.received_d_out), None
 
     def _forward(self, carry: _Carry, tick: jax.Array) -> _Carry:
         """Runs the forward pass of one tick: the prefix, the layers of all stages, and the send."""
@@ -311,10 +320,11 @@ class OneForwardOneBackward:
         # The backward pass of this microbatch reads the early state again.
         past_early = _put(carry.past_early, carry.early, slot)
         past_varying = _put(carry.past_varying, _pick(prefix_outputs, parts.varying), slot)
-        # 2. The layers' inputs. The first stage has x from the prefix, the others were sent it.
+        # 2. The layers' inputs. The first stage has x from the prefix, the others from the stage
+        # before.
         x = {  # (S, rows, …)
-            i: self._staged.constrain_rows(_where(time.is_first, prefix_outputs[i], sent))
-            for i, sent in carry.sent.items()
+            i: self._staged.constrain_rows(_where_stage(time.is_first, prefix_outputs[i], received))
+            for i, received in carry.received_x.items()
         }
         items = time.forward(tick)  # (S,): stage s has microbatch `tick - s`
         # Each stage gets the varying values with which its own microbatch entered:
@@ -326,15 +336,17 @@ class OneForwardOneBackward:
         # 3. The layers. Variables that they write have their newest values in `carry.written`.
         arrays = self._fixed | carry.written | x | varying
         out, written, residuals = self._stages.forward(arrays)  # each array (S, …)
-        # 4. The next tick's carry. State only changes for real microbatches, so early state does
-        # not change once all have entered, and idle stages write nothing.
+        # 4. State only changes for real microbatches, so early state does not change once all have
+        # entered, and idle stages write nothing.
         is_entering, is_busy = time.is_busy(tick), time.is_busy(items)
+        early = {
+            i: jnp.where(is_entering, prefix_outputs[i], old) for i, old in carry.early.items()
+        }
+        written = {i: _where_stage(is_busy, written[i], old) for i, old in carry.written.items()}
         return carry._replace(
-            sent=self._send(out, 1),
-            early={
-                i: jnp.where(is_entering, prefix_outputs[i], old) for i, old in carry.early.items()
-            },
-            written={i: _where(is_busy, written[i], old) for i, old in carry.written.items()},
+            received_x=self._send(out, 1),
+            early=early,
+            written=written,
             residuals=_put(carry.residuals, residuals, slot, axis=1),
             past_early=past_early,
             past_varying=past_varying,
@@ -348,7 +360,8 @@ class OneForwardOneBackward:
         Args:
           carry: the carry after the forward pass of this tick.
           tick: the tick.
-          leaving: the output of the last stage, (rows, …), by the position of the x it replaces.
+          leaving: the output of the last stage, (rows, …). Its arrays have the positions of x,
+            because the output of layers has the same structure as their input.
 
         Returns:
           Three items: the carry, with new totals and late state; the outputs that the loss returns,
@@ -364,20 +377,19 @@ class OneForwardOneBackward:
         )
         # The suffix is differentiated by the targets, and by the layers' results.
         results = [loss.result_of[i] for i in parts.x_with_gradients]
+        differentiated = [*parts.targets, *results]  # positions of inputs
 
         def gradients_and_outputs(inputs: ByPosition, _: object) -> tuple[ByPosition, ByPosition]:
             """Returns gradients of the loss, by input, and all outputs of the suffix."""
 
-            def value(chosen: ByPosition) -> tuple[Any, ByPosition]:
-                outputs = parts.run_suffix(inputs | chosen)
-                return outputs[loss.returned[0]], outputs  # the first that it returns is the loss
+            def value_and_outputs(arrays: ByPosition) -> tuple[Any, ByPosition]:
+                outputs = parts.run_suffix(inputs | arrays)
+                return outputs[loss.returned[0]], outputs  # the first returned output is the loss
 
-            chosen = _pick(inputs, [*parts.targets, *results])
-            gradients, outputs = jax.grad(value, has_aux=True)(chosen)
-            return gradients, outputs
+            return jax.grad(value_and_outputs, has_aux=True)(_pick(inputs, differentiated))
 
-        # `_with_shard_sums` returns the gradients of split targets as shard sums, like `totals`.
-        gradients, outputs = self._with_shard_sums(gradients_and_outputs, inputs, {})
+        # The gradients of split targets come back as shard sums, like those in `totals`.
+        gradients, outputs = self._differentiate_by_shards(gradients_and_outputs, inputs, {})
         totals = _add(carry.totals, _pick(gradients, parts.targets))
         carry = carry._replace(late=_pick(outputs, parts.late), totals=totals)
         d_leaving = {i: gradients[loss.result_of[i]] for i in parts.x_with_gradients}
@@ -396,16 +408,19 @@ class OneForwardOneBackward:
         is_busy = time.is_busy(items)  # (S,): an idle stage has a number that is no microbatch
         # The residuals that each stage kept of its microbatch: (S, K, …) → (S, …).
         slots = time.slots_on_stages(items)
-        kept = {n: self._staged.take_on_stages(ring, slots) for n, ring in carry.residuals.items()}
+        residuals = {
+            n: self._staged.take_on_stages(ring, slots) for n, ring in carry.residuals.items()
+        }
+        # The gradients of split fixed values are shard sums, (shards, S, …), others are (S, …).
         gradients = self._stages.backward(
-            self._fixed, kept, d_out, self._sums, wanted=[*parts.split_fixed]
+            self._fixed, residuals, d_out, self._sums, wanted=[*parts.split_fixed]
         )
         # An idle stage computes with whatever is in its ring, so its gradients may be inf or nan.
+        # They count as 0.
         d_fixed = {}
         for i in parts.fixed_with_gradients:
-            # Gradients are (S, …). The gradients of split values are shard sums, (shards, S, …).
-            on_stages = is_busy[None] if i in parts.split_fixed else is_busy
-            d_fixed[i] = _where(on_stages, gradients[i], 0)
+            on_stage = is_busy[None] if i in parts.split_fixed else is_busy
+            d_fixed[i] = _where_stage(on_stage, gradients[i], 0)
         d_x = _pick(gradients, parts.x_with_gradients)  # (S, rows, …)
         by_prefix = self._prefix_gradients(carry, time.returning(tick), d_x)
         return carry._replace(
@@ -413,7 +428,7 @@ class OneForwardOneBackward:
             totals=_add(carry.totals, by_prefix),
             # The gradients go to the stage before, which returned this x. An idle stage may send
             # anything, because the receiver is idle in the next tick.
-            d_sent=self._send(d_x, -1),
+            received_d_out=self._send(d_x, -1),
         )
 
     def _prefix_gradients(self, carry: _Carry, item: jax.Array, d_x: ByPosition) -> ByPosition:
@@ -427,60 +442,65 @@ class OneForwardOneBackward:
         """
         parts, microbatch = self._parts, jnp.maximum(item, 0)
         inputs = self._inputs(microbatch, self._early_of(carry, microbatch))
-        d_first = {i: jnp.where(item >= 0, x[0], 0) for i, x in d_x.items()}  # (rows, …)
+        d_x_first = {i: jnp.where(item >= 0, x[0], 0) for i, x in d_x.items()}  # (rows, …)
 
-        def gradients(inputs: ByPosition, d_first: ByPosition) -> tuple[ByPosition, tuple[()]]:
-            """Returns gradients of the targets; there are no further results."""
+        def gradients_and_nothing(
+            inputs: ByPosition, d_x_first: ByPosition
+        ) -> tuple[ByPosition, tuple[()]]:
+            """Returns gradients of the targets, and no further results."""
             # The prefix runs again: to keep its residuals for 2S - 1 microbatches takes memory.
             _, pull = jax.vjp(
                 lambda targets: parts.run_x_with_gradients(inputs | targets),
                 _pick(inputs, parts.targets),
             )
-            [d_targets] = pull(d_first)
-            return d_targets, ()  # `_with_shard_sums` allows further results; there are none
+            [d_targets] = pull(d_x_first)
+            return d_targets, ()
 
-        d_targets, _ = self._with_shard_sums(gradients, inputs, d_first)
+        d_targets, _ = self._differentiate_by_shards(gradients_and_nothing, inputs, d_x_first)
         return d_targets
 
-    def _with_shard_sums(
+    def _differentiate_by_shards(
         self,
         function: Callable[[ByPosition, ByPosition], tuple[ByPosition, Rest]],
         inputs: ByPosition,
-        d_first: ByPosition,
+        cotangents: ByPosition,
     ) -> tuple[ByPosition, Rest]:
         """Runs a function that differentiates a part of the loss, for one microbatch.
 
         Args:
-          function: a function of ``inputs`` and ``d_first`` that returns a pair: gradients by the
-            position of the input, and a pytree of further results.
+          function: a function of ``inputs`` and ``cotangents`` that returns a pair: gradients by
+            the position of the input, and a pytree of further results.
           inputs: the inputs of the loss. The arrays of the batch and the layers' results are
             (rows, …).
-          d_first: further arrays, (rows, …).
+          cotangents: the gradients of outputs of the part, (rows, …); empty if the part returns the
+            loss.
 
         Returns:
           The pair that the function returns, with the gradients of split targets as shard sums.
         """
-        with_rows = {*self._batch, *self._loss.results}
-        # The dimension of the rows of each input. An array (M,) of the batch has none, because it
-        # is a scalar in one microbatch.
-        row_dims = {i: 0 if i in with_rows and x.ndim else None for i, x in inputs.items()}
+        # The dimension of the rows of each input; None for inputs without rows.
+        row_dims: dict[int, int | None] = dict.fromkeys(inputs)
+        for i in {*self._batch, *self._loss.results}.intersection(inputs):
+            # An array (M,) of the batch is a scalar in one microbatch, so it has no rows there.
+            if inputs[i].ndim:
+                row_dims[i] = 0
         return self._sums.evaluate(
             lambda arrays: function(*arrays),
-            (inputs, d_first),
-            (row_dims, dict.fromkeys(d_first, 0)),
+            (inputs, cotangents),
+            (row_dims, dict.fromkeys(cotangents, 0)),
             wanted=self._parts.split,
         )
 
     def _first_carry(self) -> _Carry:
         """Returns the carry of the first tick: zeros, and state as it is before the call.
 
-        A value of ``sent`` or of a ring only counts once a tick has written it, but idle stages
-        compute with the values of this carry.
+        A received value or a value of a ring only counts once a tick has written it, but idle
+        stages compute with the values of this carry.
         """
         parts, loss = self._parts, self._loss
         stages, slots = self._time.stages, self._time.slots  # S and K
         types = loss.closed.out_avals  # the types of the loss's outputs, by position
-        sent = {
+        received_x = {
             i: self._staged.constrain_rows(_zeros((stages, *types[i].shape), types[i].dtype))
             for i in loss.x
         }
@@ -496,8 +516,9 @@ class OneForwardOneBackward:
             else:
                 totals[i] = jnp.zeros_like(target, dtype)
         return _Carry(
-            sent=sent,
-            d_sent=_pick(sent, parts.x_with_gradients),  # a gradient has the type of its array
+            received_x=received_x,
+            # A gradient has the type of its array.
+            received_d_out=_pick(received_x, parts.x_with_gradients),
             written=_pick(self._fixed, loss.written_of),
             early=early,
             late=late,
@@ -546,7 +567,7 @@ class OneForwardOneBackward:
     def _fixed_gradients(self, carry: _Carry) -> ByPosition:
         """Returns the gradients of the fixed values, by position, in the dtypes of these values."""
         types = self._loss.closed.out_avals  # the types of the loss's outputs, by position
-        totals = self._added_up(carry.fixed_totals, self._parts.split_fixed)  # (S, …)
+        totals = self._add_up_shards(carry.fixed_totals, self._parts.split_fixed)  # (S, …)
         gradients = {}
         for i, total in totals.items():
             # An array of layers has a part for each stage, (S, D, …). All stages read any other
@@ -555,7 +576,7 @@ class OneForwardOneBackward:
             gradients[i] = gradient.astype(types[i].dtype)  # sums may have another dtype
         return gradients
 
-    def _added_up(self, totals: ByPosition, names: Mapping[int, str]) -> ByPosition:
+    def _add_up_shards(self, totals: ByPosition, names: Mapping[int, str]) -> ByPosition:
         """Returns sums of gradients, by position, with shard sums added up: (shards, …) → (…).
 
         The result is a new dict with the same positions. ``names`` has the positions whose totals
@@ -596,14 +617,15 @@ def _put(
     }
 
 
-def _where(on_stage: jax.Array, x: Any, y: Any) -> jax.Array:
+def _where_stage(on_stage: jax.Array, x: Any, y: Any) -> jax.Array:
     """Returns x on the stages where ``on_stage``, (S,), is true, and y on the other stages.
 
     The arrays x and y are (S, …), but one of them may be the same for all stages, (…). If
     ``on_stage`` is (1, S), they are (n, S, …).
     """
     ndim = max(jnp.ndim(x), jnp.ndim(y))
-    return jnp.where(on_stage.reshape(*on_stage.shape, *[1] * (ndim - on_stage.ndim)), x, y)
+    trailing_dims = range(on_stage.ndim, ndim)
+    return jnp.where(jnp.expand_dims(on_stage, tuple(trailing_dims)), x, y)
 
 
 def _add(totals: ByPosition, new: ByPosition) -> ByPosition:

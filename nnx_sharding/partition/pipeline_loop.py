@@ -88,20 +88,21 @@ class PipelineLoop:
 
         _staged         the layers on their stages (`StagedLayers`), with the arguments of the call
         _sizes          S, M and R, and how many items and ticks there are
-        _has_rows       for each leaf in the further arguments whether it has rows
-        _call_stages    calls the layers of all stages: ``(layers, x, stages, tick) → x``
-        _split_further  the further arguments, split into microbatches; set by :meth:`run`
+        _call_stages    calls the layers of all stages, ``(layers, x, stages, tick) → x``, and
+                        updates them
+        _split_further  the further arguments, split into microbatches
     """
 
     def __init__(self, staged: StagedLayers, has_rows: Sequence[bool]):
-        """Prepares the loop.
+        """Splits the further arguments into microbatches, and maps the layers over the stages.
 
         Args:
           staged: the layers, on their stages, with the further arguments of the call.
           has_rows: for each leaf in the further arguments whether it is an array (batch, …) of the
             same rows as x.
         """
-        self._staged, self._sizes, self._has_rows = staged, staged.sizes, has_rows
+        self._staged, self._sizes = staged, staged.sizes
+        self._split_further = _SplitFurther(staged.further, has_rows, self._to_microbatches)
         call_stage = self.call_stage
         if staged.is_remat:  # only the inputs of a stage are kept for its backward pass
             # `prevent_cse` is not needed in a scan, because no compiler merges the recomputation
@@ -126,7 +127,6 @@ class PipelineLoop:
           x: a pytree of arrays of shape (batch, …).
         """
         staged, flat, slots = self._staged, self._staged.flat, self._staged.slots
-        self._split_further = _SplitFurther(staged.further, self._has_rows, self._microbatches)
         rows = len(jax.tree.leaves(x)[0]) // self._sizes.microbatches
         # The loop runs a copy with arrays (S, R, D, …). The caller's layers, (L, …), are written to
         # after the loop.
@@ -139,13 +139,14 @@ class PipelineLoop:
         inputs = jax.tree.map(lambda parts: parts[:, 0], buffer)  # (S, rows, …)
         # The layers are the same object in each tick, which updates their Variables.
         ticks = scan(self.run_tick, in_axes=(None, Carry, 0), out_axes=Carry, **LAYER_OPTIONS)
-        # The first stage has stored the results in its buffer; what was sent last is not needed.
+        # The first stage has stored the results in its buffer. The arrays that the last tick sent
+        # are not needed.
         buffer, _ = ticks(layers, (buffer, inputs), jnp.arange(self._sizes.ticks))
         old = {slot: flat_before.leaves[slot] for slot in slots}
         write_back(flat, flatten_layer(layers), old, lambda _, leaf: staged.from_stages(leaf))
         # `write_back` leaves out what layers have sown, because the copy sows into the same
-        # Variables of `nnx.capture` as the layers.
-        self._collect_sown(rows)
+        # Variables of `nnx.capture` as the layers. Their values are still in the order of ticks.
+        self._reorder_sown(rows)
         return jax.tree.map(_join_rows, buffer)
 
     def run_tick(self, layers: object, carry: tuple[object, object], tick: jax.Array) -> Any:
@@ -153,21 +154,21 @@ class PipelineLoop:
 
         Args:
           layers: the layers of all stages, with arrays (S, R, D, …).
-          carry: the buffers of microbatches, (S, M, rows, …), and the inputs that the stages have
-            been sent, (S, rows, …).
+          carry: the buffers of microbatches, (S, M, rows, …), and what the stages received in the
+            tick before, (S, rows, …).
           tick: the number of the tick.
 
         Returns:
           The new carry.
         """
-        buffer, inputs = carry
+        buffer, received = carry
         stages = jnp.arange(self._sizes.stages)  # the numbers of the stages
         feed = functools.partial(self._feed_first_stage, tick)
-        store = functools.partial(self._store_last_stage, tick)
-        inputs = jax.tree.map(feed, buffer, inputs)
-        outputs = self._call_stages(layers, inputs, stages, tick)
-        sent = jax.tree.map(self._staged.send, outputs)
-        return jax.tree.map(store, buffer, sent), sent
+        store = functools.partial(self._store_in_buffer, tick)
+        inputs = jax.tree.map(feed, buffer, received)
+        outputs = self._call_stages(layers, inputs, stages, tick)  # updates the layers
+        received = jax.tree.map(self._staged.send, outputs)
+        return jax.tree.map(store, buffer, received), received
 
     def call_stage(self, layers: Any, x: Any, stage: jax.Array, tick: jax.Array) -> Any:
         """Calls the layers of one stage, within a ``vmap`` over stages, and updates the layers.
@@ -208,55 +209,74 @@ class PipelineLoop:
         write_back(flat, flatten_layer(group), old, put_into_repeat)
         return out
 
-    def _feed_first_stage(self, tick: jax.Array, buffer: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns x with a microbatch for the first stage.
+    def _feed_first_stage(
+        self, tick: jax.Array, buffer: jax.Array, received: jax.Array
+    ) -> jax.Array:
+        """Returns the inputs of the stages, (S, rows, …), for one array of x.
 
-        The buffer is (S, M, rows, …), and x is (S, rows, …), before and after.
+        The first stage gets a microbatch from its buffer, the others get what they received.
+
+        Args:
+          tick: the number of the tick.
+          buffer: the buffers of all stages, (S, M, rows, …).
+          received: what each stage received in the tick before, (S, rows, …).
         """
-        stages = jnp.arange(self._sizes.stages)
-        is_first = stages.reshape(-1, *[1] * (x.ndim - 1)) == 0  # (S, 1, …)
-        microbatch = take(buffer, tick % self._sizes.microbatches, axis=1)
-        return self._staged.constrain_rows(jnp.where(is_first, microbatch, x))
+        microbatch = take(buffer, tick % self._sizes.microbatches, axis=1)  # (S, rows, …)
+        trailing_dims = range(1, received.ndim)
+        is_first = jnp.arange(self._sizes.stages) == 0  # (S,)
+        is_first = jnp.expand_dims(is_first, tuple(trailing_dims))  # (S, 1, …)
+        return self._staged.constrain_rows(jnp.where(is_first, microbatch, received))
 
-    def _store_last_stage(self, tick: jax.Array, buffer: jax.Array, sent: jax.Array) -> jax.Array:
-        """Returns the buffer, (S, M, rows, …), with the arrays that were sent, (S, rows, …), in it.
+    def _store_in_buffer(
+        self, tick: jax.Array, buffer: jax.Array, received: jax.Array
+    ) -> jax.Array:
+        """Returns the buffers of all stages with what each stage received, for one array of x.
 
-        Only the first stage's buffer counts: it stores the output of the last stage.
+        All stages store, because they run the same program. Only the first stage's buffer is read,
+        and what it stores is the output of the last stage.
+
+        Args:
+          tick: the number of the tick.
+          buffer: the buffers of all stages, (S, M, rows, …).
+          received: what each stage received in this tick, (S, rows, …).
         """
         item = tick - (self._sizes.stages - 1)  # the item of the last stage
         index = item % self._sizes.microbatches
         # While the last stage has no item, the buffer keeps this microbatch, because the first
         # stage has not read it yet.
-        stored = jnp.where(item >= 0, sent, take(buffer, index, axis=1))
+        stored = jnp.where(item >= 0, received, take(buffer, index, axis=1))
         buffer = _put(buffer, stored, index, axis=1)
         return self._staged.constrain(buffer, None, *self._staged.row_entry)  # (S, M, rows, …)
 
     def _split_rows(self, leaf: jax.Array) -> jax.Array:
         """Splits a batch into microbatches: (batch, …) → (S, M, rows, …)."""
-        parts = self._microbatches(leaf)
+        parts = self._to_microbatches(leaf)
         buffers = jnp.broadcast_to(parts, (self._sizes.stages, *parts.shape))
         return self._staged.constrain(buffers, None, *self._staged.row_entry)
 
-    def _microbatches(self, leaf: jax.Array) -> jax.Array:
+    def _to_microbatches(self, leaf: jax.Array) -> jax.Array:
         """Splits a batch into microbatches, on all stages: (batch, …) → (M, rows, …)."""
         # A microbatch has every M-th row, so that rows stay on their devices.
         parts = leaf.reshape(-1, self._sizes.microbatches, *leaf.shape[1:])  # (rows, M, …)
         return jnp.swapaxes(parts, 0, 1)
 
-    def _collect_sown(self, rows: int) -> None:
-        """Orders the values that layers sowed for ``nnx.capture`` as in a call without stages.
+    def _reorder_sown(self, rows: int) -> None:
+        """Gives what layers sowed for ``nnx.capture`` the order of a call without stages, in place.
+
+        Args:
+          rows: the number of rows of a microbatch.
 
         Raises:
           ValueError: a sown value has no rows.
         """
         flat = self._staged.flat
+        to_layer_order = functools.partial(self._to_layer_order, rows)
         for index in captures(flat.structure):
             sown = _compat.get_value(flat.objects[index])
-            order = functools.partial(self._order_sown, rows)
-            sown = jax.tree_util.tree_map_with_path(order, sown)
-            _compat.set_value(flat.objects[index], sown)
+            reordered = jax.tree_util.tree_map_with_path(to_layer_order, sown)
+            _compat.set_value(flat.objects[index], reordered)
 
-    def _order_sown(self, rows: int, keys: Any, leaf: jax.Array) -> jax.Array:
+    def _to_layer_order(self, rows: int, keys: Any, leaf: jax.Array) -> jax.Array:
         """Orders what ticks sowed by layers and rows: (ticks, S, D, rows, …) → (L, batch, …).
 
         Args:
@@ -311,12 +331,10 @@ class _SplitFurther:
           to_microbatches: splits an array: (batch, …) → (M, rows, …).
         """
         self._leaves, self._treedef = jax.tree.flatten(further, is_leaf=_compat.is_graph_object)
-        leaves_and_flags = enumerate(zip(self._leaves, has_rows, strict=True))
-        self._microbatches = {  # by the position of the leaf
-            position: to_microbatches(leaf)
-            for position, (leaf, leaf_has_rows) in leaves_and_flags
-            if leaf_has_rows
-        }
+        self._microbatches = dict[int, jax.Array]()
+        for position, leaf_has_rows in enumerate(has_rows):
+            if leaf_has_rows:
+                self._microbatches[position] = to_microbatches(self._leaves[position])
 
     def of_microbatch(self, index: jax.Array) -> Further:
         """Returns the arguments with the rows of one microbatch."""
