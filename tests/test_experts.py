@@ -237,6 +237,7 @@ def test_equals_a_loop_over_all_experts_in_float64():
             y, dropped = jit(lambda model, x: model.dense(x))(model, x)
             own, statistics = jit(lambda model, x: model(x))(model, x)
             assert own.dtype == np.float64
+            assert statistics.tokens.dtype == statistics.dropped.dtype == np.int32
             np.testing.assert_allclose(own, y, rtol=1e-13, atol=1e-15)
             assert statistics.dropped == dropped
 

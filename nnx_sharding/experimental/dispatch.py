@@ -18,10 +18,11 @@ elsewhere). The receiver sorts these rows by expert, for ``jax.lax.ragged_dot``.
 
 The results go back in the inverse order, and are added with their weights.
 
-A *row* is the features of a token, once for each choice of the token. Along the axis of experts,
-each device has the *local* experts. Local functions run on each device by `shard_map`
+A *row* is the features of a token, once for each choice of the token. The *local* experts are those
+of one device along the axis of experts. Local functions run on each device in a `shard_map`
 (`_Dispatch.on_each_device`). In them, ``exchange(x, split, concat)`` is the all-to-all: the i-th
 part of one dimension goes to device i, and the arriving parts are concatenated along another.
+A *routing* (`_Routing`) has the sorted choices of a device, by which results find their tokens.
 
 From other modules: `given_mesh` returns the mesh that the user gave, or the mesh in context, or
 None. `mesh_in_trace` returns a mesh with the axis types of the current trace. `type_spec` returns
@@ -217,9 +218,10 @@ def _wrong_mesh(
             yield f"axis {name!r}{suggestion(name, sizes)}: the mesh has {known}"
         elif name in mapped_axes:
             yield f"axis {name!r}: the call is in a shard_map over it already"
-    # A missing axis counts as an axis of size 1, which divides any number, because it was reported
-    # above.
-    size, shards = sizes.get(expert_axis, 1), math.prod(sizes.get(name, 1) for name in group_axes)
+    # A missing axis was reported above. It counts as an axis of size 1 here, because that divides
+    # any number.
+    size = sizes.get(expert_axis, 1)
+    shards = math.prod(sizes.get(name, 1) for name in group_axes)
     if num_experts % size:
         yield f"{num_experts} experts: {expert_axis!r} of size {size} does not divide them"
     if x.shape and x.shape[0] % shards:
@@ -360,8 +362,9 @@ class _Dispatch(NamedTuple):
         """
         if self.mesh is None:
             return fun(*args)
-        # Gradients of varying arguments are refused, because this map is not checked (below), and
-        # JAX would get such gradients wrong within an outer map that is checked.
+        # This returns the same arrays, whose gradients raise an error if the arrays vary in an
+        # outer map that is checked. JAX would get such gradients wrong, because this map is not
+        # checked (below).
         args = refuse_gradients_of_varying(args, name="dispatch_to_experts")
         mesh, explicit = mesh_in_trace(self.mesh), self.explicit_axes()
         # All Explicit axes are mapped, so the types of arguments have to be sharded over these axes
@@ -419,23 +422,28 @@ class _Dispatch(NamedTuple):
         num_groups, num_tokens, _ = x.shape
         choices = indices.astype(jnp.int32).swapaxes(1, 2)  # (groups, k, tokens)
         choices = choices.reshape(num_groups, -1)  # (groups, C)
-        order = jnp.argsort(choices, axis=1, stable=True)
-        experts = jnp.take_along_axis(choices, order, 1)
+        order = jnp.argsort(choices, axis=1, stable=True)  # (groups, C)
+        experts = jnp.take_along_axis(choices, order, 1)  # the sorted choices, (groups, C)
         is_chosen = choices[:, :, None] == jnp.arange(self.num_experts)[None, None]
         counts = is_chosen.sum(1, dtype=jnp.int32)  # (groups, experts)
-        starts = jnp.cumsum(counts, 1) - counts  # the first row of each expert
+        starts = jnp.cumsum(counts, 1) - counts  # each expert's first row, (groups, experts)
         ranks = jnp.arange(choices.shape[1])[None] - jnp.take_along_axis(starts, experts, 1)
         # Choice i belongs to token i mod T, because the first choices of all tokens come first.
         token = order % num_tokens
         rows = jnp.take_along_axis(x, token[:, :, None], 1)  # (groups, C, features)
-        if self.capacity is None:  # the only group
+        if self.capacity is None:
+            # There is one group, so index 0 has all rows of the device.
             arrived, sizes, exchange = self._send_all(rows[0], counts[0])
             routing = _Routing(order, experts, ranks, sizes, exchange)
-            return arrived, routing, self.sum(counts[0]), jnp.zeros((), jnp.int32)
-        arrived, sizes = self._send_blocks(rows, starts, self.capacity)
-        routing = _Routing(order, experts, ranks, sizes)
-        dropped = jnp.maximum(counts - self.capacity, 0).sum()
-        return arrived, routing, self.sum(counts.sum(0)), self.sum(dropped)
+            dropped = jnp.zeros((), jnp.int32)  # the same on all devices, so it needs no sum
+        else:
+            arrived, sizes = self._send_blocks(rows, starts, self.capacity)
+            routing = _Routing(order, experts, ranks, sizes)
+            excess = jnp.maximum(counts - self.capacity, 0)  # (groups, experts)
+            dropped = self.sum(excess.sum(dtype=jnp.int32))
+        # The dtype is given, because sums of int32 are int64 with JAX's option `jax_enable_x64`.
+        tokens = self.sum(counts.sum(0, dtype=jnp.int32))  # (experts,)
+        return arrived, routing, tokens, dropped
 
     def _send_blocks(
         self, rows: jax.Array, starts: jax.Array, capacity: int
@@ -521,34 +529,60 @@ class _Dispatch(NamedTuple):
         """
         num_groups, num_tokens, k = weights.shape
         num_features = rows.shape[-1]
-        if self.capacity is not None:
-            shape = (self.num_local_experts, self.size * num_groups, self.capacity, num_features)
-            blocks = rows.reshape(shape)
-            # (experts, groups of this device, capacity, features)
-            blocks = self.exchange(blocks, split=1, concat=0)
-            blocks = blocks.swapaxes(0, 1)  # (groups, experts, capacity, features)
-            # Each sorted choice gets the row of its expert at its rank, or zeros if it was dropped.
-            sorted_rows = jax.vmap(_rows_of_blocks)(blocks, routing.experts, routing.ranks)
+        # Without a capacity, all groups are one, so there is one sorted group.
+        if routing.exchange is None:
+            sorted_rows = self._return_blocks(rows, routing)  # (groups, C, features)
         else:
-            exchange = routing.exchange
-            assert exchange is not None
-            # The inverse of the sort in `_send_all` makes one block of rows for each device again.
-            blocks = rows[jnp.argsort(exchange.places[0])]
-            own_rows = _from_experts(
-                self,
-                blocks,
-                sizes=exchange.sent[0].sum(axis=1),  # (devices,)
-                received=exchange.received[0].sum(axis=1),  # (devices,)
-            )
-            sorted_rows = own_rows[None]  # (1, C, features), as all groups are one
+            sorted_rows = self._return_all(rows, routing.exchange)[None]  # (1, C, features)
         unsort = jnp.argsort(routing.order, axis=1)  # the inverse permutation of `order`
-        rows = jnp.take_along_axis(sorted_rows, unsort[:, :, None], 1)  # (groups or 1, C, features)
-        # The choices of a group are split into (groups, k, tokens, features). Without a capacity,
-        # there is one group with the tokens of all groups.
+        rows = jnp.take_along_axis(sorted_rows, unsort[:, :, None], 1)  # the same shape
+        # The first choices of all tokens of a group come first: C → k, tokens.
         rows = rows.reshape(len(rows), k, -1, num_features)
         rows = rows.swapaxes(1, 2)  # the same with tokens before k
+        # Where all groups were one, their tokens are split into groups again.
         rows = rows.reshape(num_groups, num_tokens, k, num_features)
         return jnp.einsum("gtk,gtkf->gtf", weights.astype(rows.dtype), rows)
+
+    def _return_blocks(self, rows: jax.Array, routing: _Routing) -> jax.Array:
+        """Sends results back after :meth:`_send_blocks`.
+
+        Args:
+          rows: the results of the device's experts, (rows, features of outputs).
+          routing: what :meth:`send` returned.
+
+        Returns:
+          The result of each sorted choice, (groups, C, features of outputs); zeros for dropped
+          choices.
+        """
+        num_groups = self.size * len(routing.order)  # on all devices along the axis
+        # (local experts, groups of all devices along the axis, capacity, features)
+        shape = (self.num_local_experts, num_groups, self.capacity, rows.shape[-1])
+        blocks = rows.reshape(shape)
+        # (experts, groups of this device, capacity, features)
+        blocks = self.exchange(blocks, split=1, concat=0)
+        blocks = blocks.swapaxes(0, 1)  # (groups, experts, capacity, features)
+        # Each choice gets the row of its expert at its rank. Ranks of dropped choices are beyond
+        # the end of a block, so they get zeros.
+        return jax.vmap(_rows_of_blocks)(blocks, routing.experts, routing.ranks)
+
+    def _return_all(self, rows: jax.Array, exchange: _Exchange) -> Any:
+        """Sends results back after :meth:`_send_all`.
+
+        Args:
+          rows: the results of the device's experts, (devices · C, features of outputs).
+          exchange: what :meth:`_send_all` returned.
+
+        Returns:
+          The result of each sorted choice of the device, (C, features of outputs).
+        """
+        # The inverse of the sort in `_send_all` makes one block of rows for each device again.
+        blocks = rows[jnp.argsort(exchange.places[0])]
+        return _from_experts(
+            self,
+            blocks,
+            sizes=exchange.sent[0].sum(axis=1),  # (devices,)
+            received=exchange.received[0].sum(axis=1),  # (devices,)
+        )
 
     def matmul(
         self,
@@ -578,23 +612,23 @@ class _Dispatch(NamedTuple):
             problem = f"bias: shape {bias.shape}, expected {(self.num_experts, kernel.shape[2])}"
         if problem:
             raise ValueError(f"matmul of dispatch_to_experts: {problem}.")
-        # The axes that shard `in` and `out`, by tensor parallelism.
-        inner, outer = self.axes_of_dimension(kernel, 1), self.axes_of_dimension(kernel, 2)
+        # The axes that shard `in` and `out`, as tensor parallelism does; None for none.
+        in_axes, out_axes = self.axes_of_dimension(kernel, 1), self.axes_of_dimension(kernel, 2)
         return self.on_each_device(
-            functools.partial(self._multiply_local, inner),
+            functools.partial(self._multiply_local, in_axes),
             (sizes, rows, kernel, bias),
             in_specs=(
                 P(self.group_axes),  # sizes
-                P(self.group_axes, inner),  # rows
-                P(self.expert_axis, inner, outer),  # kernel
-                P(self.expert_axis, outer),  # bias
+                P(self.group_axes, in_axes),  # rows
+                P(self.expert_axis, in_axes, out_axes),  # kernel
+                P(self.expert_axis, out_axes),  # bias
             ),
-            out_specs=P(self.group_axes, outer),
+            out_specs=P(self.group_axes, out_axes),
         )
 
     def _multiply_local(
         self,
-        inner: tuple[str, ...] | None,
+        in_axes: tuple[str, ...] | None,
         sizes: jax.Array,
         rows: jax.Array,
         kernel: jax.Array,
@@ -603,10 +637,10 @@ class _Dispatch(NamedTuple):
         """Computes :meth:`matmul` on one device: the product of each row with its expert's kernel.
 
         Args:
-          inner: the axes that shard ``in``, over which the products are summed; None for none.
+          in_axes: the axes that shard ``in``, over which the products are summed; None for none.
           sizes: how many rows each expert of the device has, (1, local experts). The rows are in
-            the order of the experts. Rows left at the end are padding, and get the product of the
-            row before the padding.
+            the order of the experts. Without a capacity, there may be more rows than these. They
+            are padding, and get the product of the last row that ``sizes`` counts.
           rows: the rows, (rows, in).
           kernel: the matrices, (local experts, in, out).
           bias: the biases, (local experts, out), or None.
@@ -616,17 +650,17 @@ class _Dispatch(NamedTuple):
         else:  # all experts have equally many rows
             grouped = rows.reshape(len(kernel), -1, rows.shape[-1])  # (local experts, rows, in)
             product = jnp.einsum("erf,efo->ero", grouped, kernel).reshape(len(rows), -1)
-        if inner:
-            product = jax.lax.psum(product, inner)
+        if in_axes:
+            product = jax.lax.psum(product, in_axes)
         if bias is not None:
             # The expert of a row is the number of experts whose rows end before it. For padding the
             # number is out of range, so `get` returns a bias of 0.
-            expert = (jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes[0])[None]).sum(1)
-            product += bias.at[expert].get(mode="fill", fill_value=0)
+            ends = jnp.cumsum(sizes[0])  # (local experts,)
+            is_after = jnp.arange(len(rows))[:, None] >= ends[None]  # (rows, local experts)
+            product += bias.at[is_after.sum(1)].get(mode="fill", fill_value=0)
         if self.capacity is None and self.size > 1:
-            # `ragged_dot` multiplies only as many rows as `sizes` counts. If there is padding, the
-            # last of these is the first row of padding (`_send_all`), and all other padding gets
-            # its product.
+            # `ragged_dot` multiplies only as many rows as `sizes` counts. If there is padding,
+            # `sizes` counts its first row (`_send_all`), and the rest gets the product of that row.
             num_multiplied = sizes.sum()
             last = product[num_multiplied[None] - 1]  # (1, out)
             product = _fill_padding(product, num_multiplied, last)
@@ -652,8 +686,8 @@ def _to_experts(dispatch: _Dispatch, rows: jax.Array, sizes: jax.Array, received
     """
     if dispatch.mesh is None:
         return rows
-    # `starts` is the first row for each device, `width` the length of a block, which fits all rows.
-    starts, width = jnp.cumsum(sizes) - sizes, len(rows)
+    starts = jnp.cumsum(sizes) - sizes  # the first row for each device
+    width = len(rows)  # the length of a block: all rows may go to the same device
 
     def send_ragged(rows: jax.Array) -> Any:
         # Each receiver has a block for this device. The rows go to the beginning of that block.
@@ -698,11 +732,11 @@ def _from_experts(
     """
     if dispatch.mesh is None:
         return blocks
-    # `starts` is the first of this device's own rows that each device has, `width` the length of a
-    # block.
-    starts, width = jnp.cumsum(sizes) - sizes, len(blocks) // dispatch.size
+    starts = jnp.cumsum(sizes) - sizes  # the first of this device's own rows that each device has
+    width = len(blocks) // dispatch.size  # the length of a block
 
     def send_ragged(blocks: jax.Array) -> Any:
+        # This device's block for each device.
         block_starts = jnp.arange(dispatch.size, dtype=jnp.int32) * width
         return jax.lax.ragged_all_to_all(
             operand=blocks,
@@ -718,9 +752,10 @@ def _from_experts(
     def send_padded(blocks: jax.Array) -> Any:
         by_device = blocks.reshape(dispatch.size, width, -1)  # (devices, C, features)
         returned = dispatch.exchange(by_device, split=0, concat=0)
-        places = jnp.arange(width)
+        places = jnp.arange(width)  # of the device's own rows, (C,)
         # The device to which a row was sent is the number of devices whose rows all precede it.
-        device = (places[:, None] >= jnp.cumsum(sizes)[None]).sum(1)  # (C,)
+        is_after = places[:, None] >= jnp.cumsum(sizes)[None]  # (C, devices)
+        device = is_after.sum(1)  # (C,)
         return _rows_of_blocks(returned, device, places - starts[device])
 
     return jax.lax.platform_dependent(blocks, tpu=send_ragged, default=send_padded)
@@ -731,17 +766,17 @@ def _define_transpose(exchange: Any, transpose: Callable[..., jax.Array]) -> Non
 
     Args:
       exchange: a ``custom_vjp`` of (dispatch, rows, sizes, received); ``dispatch`` is static.
-      transpose: a function with the same arguments, which gets the gradients of the results instead
-        of the rows.
+      transpose: a function of the same arguments, but with the gradient of the exchange's result in
+        place of the rows. It returns the gradient of the rows.
     """
 
     def forward(dispatch: _Dispatch, rows: jax.Array, sizes: jax.Array, received: jax.Array) -> Any:
         return exchange(dispatch, rows, sizes, received), (sizes, received)
 
-    def backward(dispatch: _Dispatch, residuals: Any, d_rows: jax.Array) -> Any:
+    def backward(dispatch: _Dispatch, residuals: Any, d_result: jax.Array) -> Any:
         sizes, received = residuals
-        # `sizes` and `received` have no gradients, because they are integers.
-        return transpose(dispatch, d_rows, sizes, received), None, None
+        d_rows = transpose(dispatch, d_result, sizes, received)
+        return d_rows, None, None  # `sizes` and `received` are integers, without gradients
 
     exchange.defvjp(forward, backward)
 

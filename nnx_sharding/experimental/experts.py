@@ -97,7 +97,11 @@ def expert_parallel(
     parameters = variables(model)
     specs, problems = base_specs("expert_parallel", parameters, base, mesh), []
     experts = _number_of_experts(model) if experts is None else experts
-    weights = [*_expert_weights(model, experts, where)]  # each with the dimension to shard
+    # Each weight comes with its dimension that counts experts.
+    if where is None:
+        weights = [*_weights_by_shape(model, experts)]
+    else:
+        weights = [*_weights_by_filter(model, experts, where)]
     for weight, dimension in weights:
         spec = shard_dimension(specs[weight.path], weight.shape, dimension, axes, mesh)
         if spec is None:
@@ -118,28 +122,31 @@ def expert_parallel(
     return with_optimizer(specs, parameters, optimizer, activations, remarks)
 
 
-def _expert_weights(model: Any, experts: int, where: Any) -> Iterator[tuple[NamedVariable, int]]:
-    """Finds the weights of experts, each with its dimension that counts experts.
+def _weights_by_filter(model: Any, experts: int, where: Any) -> Iterator[tuple[NamedVariable, int]]:
+    """Yields the Variables that the user's filter selects, each with its dimension of experts.
 
-    A weight may have further dimensions of stacked layers, (layers, experts, in, out). These
-    are missing in its ``layer_shape``, and in its ``layer_dimensions``.
-
-    Args:
-      model: the model.
-      experts: the number of experts.
-      where: the user's filter for the weights; None to tell them by their shapes.
+    That dimension is the first one with the size ``experts``. A Variable without such a dimension
+    is left out.
     """
-    if where is not None:
-        is_selected = to_predicate(where)
-        for weight in variables(model):
-            # Dimensions of one layer come first, because there may be as many layers as experts.
-            dimensions = (*weight.layer_dimensions, *weight.layers.dimensions)
-            of_experts = [d for d in dimensions if (weight.shape or ())[d] == experts]
-            if of_experts and is_selected(weight.path, weight.variable):
-                yield weight, of_experts[0]
-        return
-    # Kernels are (experts, in, out), and biases (experts, out). A matrix is a bias only in a module
-    # with a kernel. Otherwise it may be anything, such as an embedding of as many words.
+    is_selected = to_predicate(where)
+    for weight in variables(model):
+        shape = weight.shape or ()
+        # Dimensions of stacked layers come last, because there may be as many layers as experts.
+        for dimension in (*weight.layer_dimensions, *weight.layers.dimensions):
+            if shape[dimension] == experts:
+                if is_selected(weight.path, weight.variable):
+                    yield weight, dimension
+                break
+
+
+def _weights_by_shape(model: Any, experts: int) -> Iterator[tuple[NamedVariable, int]]:
+    """Yields the weights of experts, each with its dimension of experts.
+
+    A kernel is (experts, in, out) and a bias (experts, out), perhaps after dimensions of stacked
+    layers. ``layer_shape`` and ``layer_dimensions`` leave out those.
+    """
+    # A matrix is a bias only in a module with a kernel. Otherwise it may be anything, such as an
+    # embedding of as many words as there are experts.
     stacked = [x for x in _parameters_of_users(model) if x.layer_shape[:1] == (experts,)]
     modules_with_kernels = {x.path[:-1] for x in stacked if len(x.layer_shape) > 2}
     for weight in stacked:
