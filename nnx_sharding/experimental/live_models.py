@@ -160,27 +160,7 @@ def transfer(
       P('model',)
     """
     flat_source, flat_target = flatten_known(source), flatten_known(target)
-    table = None  # unlike an empty one: the paths are the same in both models
-    if rules is not None:
-        table = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in rules.items())
-    # What a filter of the user can read, such as a list of names, may have changed since a plan.
-    reached = () if only is WEIGHTS else fingerprint_of([only])
-    # The key has all that a plan depends on. It has no values of arrays, because no plan reads
-    # them.
-    signatures = [tuple(map(_signature, flat.leaves)) for flat in (flat_source, flat_target)]
-    options = reverse, cast, only, donate
-    structures = flat_source.structure, flat_target.structure
-    # None if nobody can tell whether what the filter reads has changed.
-    key: Any = None if reached is None else (structures, *signatures, table, *options, reached)
-    try:
-        plan = _PLANS.get(key)
-    except TypeError:  # the key is not hashable (a filter may be a list): each call makes a plan
-        key = plan = None
-    if plan is None:
-        plan = _plan(flat_source, flat_target, _SAME if rules is None else rules, *options)
-        if key is not None:
-            _PLANS[key] = plan
-            make_room(_PLANS, _MOST_PLANS)
+    plan = _cached_plan(flat_source, flat_target, rules, reverse, cast, only, donate)
     # NumPy builds its arrays now and not in the steps, because everything that a user's mistake can
     # make fail comes before the target loses its values.
     on_host = [_build_on_host(step, flat_source.leaves) for step in plan.steps]
@@ -194,17 +174,64 @@ def transfer(
         return _run(plan.steps, on_host, flat_source.leaves, flat_target, donate)
 
 
+def _cached_plan(
+    source: Flat,
+    target: Flat,
+    rules: Mapping[str, Rule] | None,
+    reverse: bool,
+    cast: bool,
+    only: Any,
+    donate: bool,
+) -> _Plan:
+    """Returns the plan of an earlier call with equal arguments, or else a new one, and keeps it.
+
+    The arguments are those of :func:`_plan`; ``rules`` is None if the paths are the same.
+    """
+    options = reverse, cast, only, donate
+    key = _plan_key(source, target, rules, *options)
+    try:
+        plan = None if key is None else _PLANS.get(key)
+    except TypeError:  # the key is not hashable (a filter may be a list): each call makes a plan
+        key = plan = None
+    if plan is None:
+        plan = _plan(source, target, _SAME if rules is None else rules, *options)
+        if key is not None:
+            _PLANS[key] = plan
+            make_room(_PLANS, _MOST_PLANS)  # removes the oldest plans
+    return plan
+
+
+def _plan_key(
+    source: Flat, target: Flat, rules: Mapping[str, Rule] | None, *options: Any
+) -> tuple[Any, ...] | None:
+    """Returns all that a plan depends on, as a key; None if the plan must not be used again.
+
+    The key has no values of arrays, because no plan reads them.
+    """
+    *_, only, _ = options
+    # A filter of the user may read something that changes later, such as a list of names. The
+    # fingerprint is None if it cannot tell whether that has changed.
+    read_by_filter = () if only is WEIGHTS else fingerprint_of([only])
+    if read_by_filter is None:
+        return None
+    table = None  # differs from an empty table: the paths are the same in both models
+    if rules is not None:
+        table = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in rules.items())
+    signatures = [tuple(map(_signature, flat.leaves)) for flat in (source, target)]
+    return source.structure, target.structure, *signatures, table, *options, read_by_filter
+
+
 # The attributes of an array that decide how it is moved.
-_NAMES = "shape", "dtype", "weak_type", "sharding", "committed"
-_of_array = operator.attrgetter(*_NAMES)
+_SIGNATURE_NAMES = "shape", "dtype", "weak_type", "sharding", "committed"
+_signature_of_array = operator.attrgetter(*_SIGNATURE_NAMES)
 
 
 def _signature(leaf: Any) -> tuple[Any, ...]:
     """Returns the properties of an array on which a plan depends."""
-    if type(leaf) is _compat.ArrayImpl:
-        signature: tuple[Any, ...] = _of_array(leaf)
+    if type(leaf) is _compat.ArrayImpl:  # has all of these attributes
+        signature: tuple[Any, ...] = _signature_of_array(leaf)
         return signature
-    return type(leaf), *(getattr(leaf, name, None) for name in _NAMES)
+    return type(leaf), *(getattr(leaf, name, None) for name in _SIGNATURE_NAMES)
 
 
 class _Goal(NamedTuple):
@@ -419,7 +446,7 @@ def _copied(
     """Returns copies of arrays with these shardings, each an array of its own.
 
     An array that is given several times is copied as often. `place_arrays` would make one copy for
-    all, so each round moves every array once: first a and b of (a, b, a), then a again.
+    all, so each round moves every array once.
 
     Args:
       arrays: the arrays.
@@ -427,17 +454,9 @@ def _copied(
       reusable: the ids of arrays that need not be copied. Each of them is given once.
     """
     result: list[Any] = list(arrays)
-    pending = list(range(len(arrays)))  # positions in `arrays`
-    while pending:
-        # `this_round` maps the id of an array to its position.
-        this_round, later = dict[int, int](), list[int]()
-        for i in pending:
-            if id(arrays[i]) in this_round:
-                later.append(i)
-            else:
-                this_round[id(arrays[i])] = i
+    for round_positions in _rounds(arrays):
         for may_reuse in (False, True):
-            positions = [i for key, i in this_round.items() if (key in reusable) is may_reuse]
+            positions = [i for i in round_positions if (id(arrays[i]) in reusable) is may_reuse]
             if not positions:
                 continue
             old, wanted = [arrays[i] for i in positions], [shardings[i] for i in positions]
@@ -446,8 +465,20 @@ def _copied(
             new = place_arrays(old, wanted, donate=may_reuse, alias=False)
             for i, x in zip(positions, new, strict=True):
                 result[i] = x
-        pending = later
     return result
+
+
+def _rounds(arrays: Sequence[Array]) -> list[list[int]]:
+    """Splits positions into rounds with every array at most once: (a, b, a) → [[0, 1], [2]]."""
+    rounds: list[list[int]] = []
+    count_by_id = Counter[int]()
+    for position, x in enumerate(arrays):
+        round_number = count_by_id[id(x)]
+        count_by_id[id(x)] += 1
+        if round_number == len(rounds):
+            rounds.append([])
+        rounds[round_number].append(position)
+    return rounds
 
 
 def _plan(
@@ -577,7 +608,7 @@ def _sharding_in_program(source: jax.Array, target: Sharding) -> Sharding | None
     if devices == _compat.device_assignment(target):
         in_program: Sharding = main_memory(target)  # programs compute in no other memory
         return in_program
-    return None if _has_parts_on_host(source) else _twin(target, devices)
+    return None if _has_parts_on_host(source) else _with_same_parts(target, devices)
 
 
 def _has_parts_on_host(array: jax.Array) -> bool:
@@ -615,15 +646,16 @@ def _built(
       is_weak: whether the array has a weak type.
       *arrays: the sources.
     """
-    if isinstance(arrays[0], np.ndarray):
+    if isinstance(arrays[0], np.ndarray):  # all sources are on the host (`_obstacles`)
         return _assembled(arrays, placements, np).reshape(shape).astype(dtype)
     sources = [
         _with_barriers(source, placement, dtype, is_weak)
         for source, placement in zip(arrays, placements, strict=True)
     ]
     array: Any = _assembled(sources, placements, jnp).reshape(shape)
-    has_type = array.dtype == dtype and not is_weak
-    return array if has_type else _compat.converted(array, dtype, is_weak)
+    if array.dtype == dtype and not is_weak:
+        return array  # type: ignore[no-any-return]
+    return _compat.converted(array, dtype, is_weak)
 
 
 def _assembled(sources: Sequence[Any], placements: Sequence[Placement], numpy: ModuleType) -> Array:
@@ -740,9 +772,9 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
     # A step may always take the bytes of the largest array, and 16 MiB. It may also take a
     # sixteenth of all bytes, so that many small arrays need about 16 steps at most.
     most_bytes = max(largest, total // 16, _SMALL)
-    # The key of the goals is (devices of the program, whether its results are final). The devices
-    # are None without a program. A step either moves all arrays that it builds or none, so both
-    # kinds are kept apart.
+    # Goals of one kind, (devices of the program, whether its results are final), are split into
+    # batches, one for each step. The devices are None if there is no program. A step either moves
+    # all arrays that it builds or none, so the kind says whether results are final.
     batches_by_kind: dict[tuple[Any, bool], list[list[_Goal]]] = {}
     for goal in goals:
         # All sources of a goal are on the same devices (`_obstacles`).
@@ -752,7 +784,8 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
         # arrays that a program built and that were then moved. Other steps have no limit.
         is_moved_after_program = goal.build is not None and not goal.is_final
         limit = most_bytes if donate or is_moved_after_program else math.inf
-        if batches[-1] and sum(x.nbytes for x in (*batches[-1], goal)) > limit:
+        batch_bytes = sum(other.nbytes for other in batches[-1])
+        if batches[-1] and batch_bytes + goal.nbytes > limit:
             batches.append([])
         batches[-1].append(goal)
     steps: list[_Step] = []
@@ -780,8 +813,8 @@ def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], largest: int) -> li
     inputs = [_abstract_argument(leaves[slot]) for slot in slots]
 
     def make(*arrays: Any) -> list[Any]:
-        given = dict(zip(slots, arrays, strict=True))
-        return [goal.make([given[slot] for slot in goal.sources]) for goal in goals]
+        array_of_slot = dict(zip(slots, arrays, strict=True))
+        return [goal.make([array_of_slot[slot] for slot in goal.sources]) for goal in goals]
 
     shardings = [goal.built_as for goal in goals]
     compiled: Any = jax.jit(make, out_shardings=shardings).lower(*inputs).compile()
@@ -829,8 +862,8 @@ def _on_auto_axes(x: Any) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, auto, buffers)
 
 
-def _twin(sharding: Sharding, devices: Sequence[Any]) -> NamedSharding | None:
-    """Returns the sharding of a target on other devices, so that these have the same parts.
+def _with_same_parts(sharding: Sharding, devices: Sequence[Any]) -> NamedSharding | None:
+    """Returns a sharding on other devices, which gives them the same parts as a target's sharding.
 
     A target of 2 devices has parts a and b. On 4 devices the parts are a, a, b and b, because a new
     last mesh axis replicates each part. The result is None if the number of devices is no multiple
