@@ -136,7 +136,8 @@ def inputs_of(
     )
     visibility, key_info = _visibility(rule, query, key, mask, options)
     prepared = AttentionArrays(query, key, value, key_info, visibility)
-    if padding := -key.shape[1] % layout.count(sequence):
+    padding = -key.shape[1] % layout.count(sequence)  # up to a multiple of the devices
+    if padding:
         prepared = _pad_keys(padding, prepared)
     spec = layout.token_spec(sequence)
     prepared = prepared._replace(
@@ -168,8 +169,12 @@ def _checked_layout(
     # The functions of this library need tokens. A function of the user may know what it returns
     # without tokens, as the one of Flax does. But on a mesh keys are needed, because devices
     # exchange them.
-    may_be_empty = () if not is_opaque else ("query",) if mesh is not None else tuple(named)
-    needed = {name: x for name, x in named.items() if name not in may_be_empty}
+    if not is_opaque:
+        needed = named
+    elif mesh is not None:
+        needed = {"key": named["key"], "value": named["value"]}
+    else:
+        needed = {}
     faults = [
         *_wrong_shapes(named, mask, options),
         *_without_tokens(needed),
@@ -307,18 +312,18 @@ def _wrong_shapes(
     arrays: Mapping[str, jax.Array], mask: ArrayLike | None, options: AttentionOptions
 ) -> Iterator[str]:
     """Yields a line for each shape that does not fit the query or the other shapes."""
-    if any(x.ndim != 4 for x in arrays.values()):
-        shapes = ((name, x.shape) for name, x in arrays.items())
-        yield from (f"{name}: shape {x}, not 4-D" for name, x in shapes if len(x) != 4)
+    not_4d = [name for name, x in arrays.items() if x.ndim != 4]
+    for name in not_4d:
+        yield f"{name}: shape {arrays[name].shape}, not 4-D"
+    if not_4d:
+        return
+    empty = [name for name, x in arrays.items() if 0 in x.shape[2:]]
+    for name in empty:
+        yield f"{name}: shape {arrays[name].shape} has no heads or features"
+    if empty:
         return
     query, key, value = (arrays[name].shape for name in ("query", "key", "value"))
     batch, length, heads, features = query
-    empty = [name for name, x in arrays.items() if 0 in x.shape[2:]]
-    if empty:
-        yield from (
-            f"{name}: shape {arrays[name].shape} has no heads or features" for name in empty
-        )
-        return
     if key[:3] != value[:3] or key[0] != batch or key[3] != features:
         yield f"query {query}, key {key} and value {value} do not fit"
     elif heads % key[2]:
@@ -409,7 +414,8 @@ def _rotate(rope: Callable[..., jax.Array], x: jax.Array, positions: ArrayLike |
     else:
         # `rope` takes positions of (length,), so it is called for one row at a time.
         positions = jnp.asarray(positions)
-        if (spec := type_spec(x)) is not None:
+        spec = type_spec(x)
+        if spec is not None:
             # `vmap` refuses arguments whose batch is sharded differently over Explicit axes.
             batch_entry = pad_entries(spec, 4)[0]
             positions = retype(positions, type_mesh(x), P(batch_entry))

@@ -248,7 +248,8 @@ class OverSequence:
     ) -> Callable[..., Any]:
         """Returns what is called instead of a method of the module.
 
-        The parameters are those of all schedules, such as of pipelines.
+        While the returned function runs, the attribute ``attention_fn`` of the module is another
+        function. The parameters of this method are those of all schedules, such as of pipelines.
 
         Args:
           module: the module, with an attribute ``attention_fn``.
@@ -258,8 +259,9 @@ class OverSequence:
           axes_of_rows: not used; other schedules split the rows of the batch.
           prefetch: whether parameters are gathered ahead; not used.
         """
-        # Keywords that the module itself gives to its function, by a partial, override these.
         original, own_options = module.attention_fn, _attention_options(module) or {}
+        # Keywords that the module gives to its function in a `functools.partial` come last, so they
+        # override the others.
         options = {"mesh": mesh, **dict(self.options), **own_options}
         if self.method != "ring":  # in a ring, the compiler splits the batch
             # The method leaves out axes that shard the sequence, or do not divide the batch.

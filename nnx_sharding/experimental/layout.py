@@ -314,10 +314,17 @@ def move_tokens(layout: Layout, arrays: tuple[Any, ...], *, back: bool = False) 
     # The route of the even chunks, then the route of the odd chunks (see `Layout.permute`).
     routes = []
     for parity in (0, 1):
-        chunk_numbers = [2 * device + parity for device in range(size)]
-        # Chunk c is on device c in the balanced order, or on 2n - 1 - c.
-        route = [(i, min(chunk, last - chunk)) for i, chunk in enumerate(chunk_numbers)]
-        routes.append([(target, source) for source, target in route] if back else route)
+        route = []
+        for in_order_device in range(size):
+            chunk = 2 * in_order_device + parity
+            # In the balanced order, chunk c is on device c, or on 2n - 1 - c if there is no such
+            # device.
+            balanced_device = min(chunk, last - chunk)
+            if back:
+                route.append((balanced_device, in_order_device))
+            else:
+                route.append((in_order_device, balanced_device))
+        routes.append(route)
 
     def swap_on_odd_devices(first: jax.Array, second: jax.Array) -> list[jax.Array]:
         """Turns (first, second) chunks in the balanced order into (even, odd) ones, or back.

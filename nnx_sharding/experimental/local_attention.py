@@ -1,7 +1,7 @@
 """Attention of one device: block by block, or by a function of the user, such as a kernel.
 
-A function of the user is called with arrays of ``(batch, length, heads, features)``, and with those
-of these keywords that are needed and for which the function has a parameter:
+A function of the user is called with arrays of ``(batch, length, heads, features)``, and with
+keywords. Each of these keywords is passed if it is needed and the function has a parameter for it:
 
     is_causal                           queries and keys are the whole sequence, in order; or
     is_causal, query_positions,         they are where these integers say, (length,) or
@@ -37,7 +37,7 @@ import jax.numpy as jnp
 
 from .. import _compat
 from .attention_inputs import Inputs
-from .blocks import AttentionArrays, Rule, TokenInfo, attend_in_blocks, visible_by_info
+from .blocks import AttentionArrays, Dropout, Rule, TokenInfo, attend_in_blocks, visible_by_info
 
 # Called with the queries, keys and values of one device, and keywords.
 AttentionFunction = Callable[..., jax.Array]
@@ -81,7 +81,7 @@ def local_attention(
         keywords, masks = _split_rule(
             rule, names, queries=visibility.query_info, keys=key_info, in_order=in_order
         )
-        if rule.scale != query.shape[-1] ** -0.5:
+        if rule.scale != query.shape[-1] ** -0.5:  # the scale that the function has by itself
             if "scale" in names:
                 keywords["scale"] = rule.scale
             else:
@@ -89,27 +89,36 @@ def local_attention(
         if rule.precision is not None and "precision" in names:
             keywords["precision"] = rule.precision
         if visibility.dropout is not None:
-            # With one key for all devices, all shards would drop the weights at the same places.
-            device = jax.lax.axis_index(mapped) if mapped else 0
-            # The key has two words, so it is a key of this implementation, whichever implementation
-            # is the default of JAX.
-            key_of_all = jax.random.wrap_key_data(visibility.dropout.words, impl="threefry2x32")
-            rng = jax.random.fold_in(key_of_all, device)
-            # If all rows drop the same weights, `rows` has one number.
-            is_shared = visibility.dropout.rows.size == 1
-            offered = {
-                "dropout_rate": rule.dropout_rate,
-                "dropout_rng": rng,
-                "broadcast_dropout": is_shared,
-                "deterministic": False,
-            }
-            keywords |= {name: x for name, x in offered.items() if name in names}
-        mask = _joined(masks, visibility.mask)
+            of_dropout = _dropout_keywords(rule, visibility.dropout, mapped)
+            keywords |= {name: x for name, x in of_dropout.items() if name in names}
+        mask = _join_masks(masks, visibility.mask)
         if mask is not None:
             keywords["mask"] = mask
         return attention(query, key, value, **keywords)
 
     return attend
+
+
+def _dropout_keywords(rule: Rule, dropout: Dropout, mapped: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the keywords for dropout, with a key of this device, in a function of each device.
+
+    Args:
+      rule: the options.
+      dropout: the key for the whole attention.
+      mapped: the axes along which devices get different keys; empty for one key. With one key for
+        all devices, all shards would drop the weights at the same places.
+    """
+    device = jax.lax.axis_index(mapped) if mapped else 0
+    # The key has two words, so it is a key of this implementation, whichever implementation is the
+    # default of JAX.
+    key_of_all = jax.random.wrap_key_data(dropout.words, impl="threefry2x32")
+    return {
+        "dropout_rate": rule.dropout_rate,
+        "dropout_rng": jax.random.fold_in(key_of_all, device),
+        # If all rows drop the same weights, `rows` has one number.
+        "broadcast_dropout": dropout.rows.size == 1,
+        "deterministic": False,
+    }
 
 
 def parameter_names(function: AttentionFunction) -> frozenset[str]:
@@ -145,8 +154,9 @@ def _split_rule(
       The keywords, and masks of (b or 1, queries, keys) for all that no keyword says.
     """
     keywords: dict[str, Any] = {}
-    rest = rule  # what no keyword says
-    # Out of order, causal and window depend on positions, so a function has to take both.
+    rest = rule  # the options for which there is no keyword
+    # Out of order, causal and window depend on the positions of queries and of keys, so a function
+    # has to take both.
     takes_positions = {"query_positions", "key_positions"} <= names
     if in_order or takes_positions:
         if rule.is_causal and "is_causal" in names:
@@ -166,7 +176,7 @@ def _split_rule(
     return keywords, visible_by_info(rest, queries, keys)
 
 
-def _joined(masks: list[jax.Array], user_mask: jax.Array | None) -> jax.Array | None:
+def _join_masks(masks: list[jax.Array], user_mask: jax.Array | None) -> jax.Array | None:
     """Joins masks of (b or 1, queries, keys), and the user's mask, which has heads, into one mask.
 
     Returns:

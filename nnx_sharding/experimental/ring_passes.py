@@ -299,29 +299,32 @@ def _add_pairs(
         pair = Pair(part(i, num_queries), part(j, num_keys))
         return add_pair(ring.rule, state, queries, block, visibility, pair)
 
-    pairs: list[_Halves] = [(i, j) for j in range(num_parts) for i in range(num_parts)]
+    def keep(state: _State, *_: Any) -> _State:
+        return state
+
     if ring.is_balanced:
         pairs = _balanced_pairs(query_positions, key_positions, only_extra_pair=only_extra_pair)
+    else:
+        pairs = [(i, j) for j in range(num_parts) for i in range(num_parts)]
     for i, j in pairs:
         # The scores of a pair need no other pair, so without a barrier the compiler computes the
         # scores of all pairs at once: 3 × 128 MiB instead of 128 MiB, for 32 heads and blocks of
         # 1,024 tokens.
-        carry = jax.lax.optimization_barrier((state, queries, block))
+        state, queries, block_behind = jax.lax.optimization_barrier((state, queries, block))
         # The next pair or step reads the queries from behind the barrier. Otherwise the compiler
         # keeps them in two layouts, that of the loop and that before the loop, which takes 128 MiB
         # more for 8,192 tokens on a device. The next pair reads the block from before the barrier,
         # because otherwise v5e leaves a gap of 80 MiB.
-        _, queries, _ = carry
-        run = functools.partial(add, i, j)
+        add_this_pair = functools.partial(add, i, j)
         if ring.is_balanced or not can_skip:  # all pairs are needed
-            state = run(*carry)
+            state = add_this_pair(state, queries, block_behind)
             continue
         is_visible = may_attend(
             ring.rule,
             part(i, num_queries).slice(query_positions, 0),  # type: ignore[arg-type]
             part(j, num_keys).slice(key_positions, 0),  # type: ignore[arg-type]
         )
-        state = jax.lax.cond(is_visible, run, lambda state, *_: state, *carry)
+        state = jax.lax.cond(is_visible, add_this_pair, keep, state, queries, block_behind)
     return state, queries
 
 
