@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -92,16 +92,14 @@ class Spread:
         for outcome in rounded:
             for name, array in exact.arrays.items():
                 self._add(name, array, outcome.arrays[name])
-            for (number, backward), devices in exact.values.items():
-                rounded_devices = outcome.values.get((number, backward), {})
-                # The runs use one device, so each dict has one list.
-                # `zip` is not strict, because a run in which a loop ended earlier has fewer
-                # records.
-                for values, rounded_values in zip(
-                    devices.values(), rounded_devices.values(), strict=False
-                ):
-                    for index, pair in enumerate(zip(values, rounded_values, strict=False)):
-                        self._add((number, backward, index), *pair)
+            for (number, backward), records in exact.values.items():
+                rounded_records = outcome.values.get((number, backward), {})
+                for device, values in records.items():  # one device, because the runs use one
+                    # `zip` is not strict, because a run in which a loop ended earlier has fewer
+                    # records.
+                    pairs = zip(values, rounded_records.get(device, ()), strict=False)
+                    for index, (value, rounded_value) in enumerate(pairs):
+                        self._add((number, backward, index), value, rounded_value)
 
     def _add(self, key: Any, exact: Array, rounded: Array) -> None:
         """Adds what one of the rounded runs contributes to the mean square of an array."""
@@ -233,7 +231,8 @@ class Comparison:
         # If what the step returns is right, a wrong output on Manual axes is a term of a sum.
         returned = {name for name in self._on_mesh.arrays if name.startswith(RESULT)}
         is_result_right = bool(returned) and returned.isdisjoint(wrong_arrays)
-        # What goes wrong forward is wrong backward as well, so outputs come first.
+        # What goes wrong forward is wrong backward as well, so outputs come first. Each of these
+        # texts is empty if nothing is wrong there.
         return (
             self._first_wrong_site(backward=False, with_manual=not is_result_right)
             or self._first_wrong_site(backward=True, with_manual=True)
@@ -288,21 +287,14 @@ class Comparison:
             if error is not None:
                 errors[number] = error
         wrong = [number for number, error in errors.items() if error.is_wrong]
-        # A call is identified by the number of its first site, and reaches to its last site. The
-        # sites of the calls inside are in between: if `outer` calls `inner`, the sites belong to
-        # outer, inner, inner, outer.
-        checked_calls = {sites[i].start for i in errors if sites[i].side == computed_side}
-        wrong_calls = {sites[i].start for i in wrong if sites[i].side == computed_side}
-        right_calls = checked_calls - wrong_calls
-        last_site = {site.start: number for number, site in enumerate(sites)}
+        # In a call whose results are right, nothing can be wrong. A site on Manual axes that
+        # differs inside such a call is a term of a sum that the call has computed.
+        right_calls = self._right_calls(errors, computed_side)
         for number in sorted(wrong, reverse=backward):
             site = sites[number]
-            if site.axes:
-                # In a call whose results are right, nothing can be wrong. A site that differs
-                # inside such a call is a term of a sum which the call has computed.
-                is_within_right = any(start <= number <= last_site[start] for start in right_calls)
-                if is_within_right or not with_manual:
-                    continue
+            is_within_right_call = any(number in call for call in right_calls)
+            if site.axes and (is_within_right_call or not with_manual):
+                continue
             if site.side == computed_side:
                 what = "gradient" if backward else "output"
                 text = f"{site.module} is the first module whose {what} differs"
@@ -311,6 +303,27 @@ class Comparison:
                 text = f"outside of modules, {place} {site.module}"
             return f"  {text}: {errors[number]}\n    inputs: {', '.join(site.inputs)}"
         return ""
+
+    def _right_calls(self, errors: Mapping[int, _Error], computed_side: str) -> list[range]:
+        """Returns the calls of modules whose results are right, each as its range of sites.
+
+        The sites of the calls inside a call are in its range: if `outer` calls `inner`, the sites
+        belong to outer, inner, inner, outer.
+
+        Args:
+          errors: the known errors, by the number of their site.
+          computed_side: "output"; for gradients "input", because a module computes those.
+        """
+        # A call is identified by the number of its first site, ``start``.
+        sites = self._on_mesh.sites
+        last_site = {site.start: number for number, site in enumerate(sites)}
+        checked_calls, wrong_calls = set(), set()
+        for number, error in errors.items():
+            if sites[number].side == computed_side:
+                checked_calls.add(sites[number].start)
+                if error.is_wrong:
+                    wrong_calls.add(sites[number].start)
+        return [range(start, last_site[start] + 1) for start in checked_calls - wrong_calls]
 
     def _site_error(self, number: int, backward: bool) -> _Error | None:
         """Returns the error of the first wrong value of a site, or of its first value.
@@ -335,14 +348,14 @@ class Comparison:
             return None
         axis_sizes = [last_index + 1 for last_index in max(shards)]
         errors = self._errors_of_values(key, expected, [*shards.values()], axis_sizes)
-        if len(shards) == 1 and any(error.is_wrong for error in errors):
-            # Each mesh records the elements of a `vmap` in a different order, so each element is
-            # compared with the closest one.
+        wrong = [error for error in errors if error.is_wrong]
+        if wrong and len(shards) == 1:
+            # Each mesh records the elements of a `vmap` in a different order. So the values are
+            # right if they are right in an order in which each is next to the closest one.
             [values] = shards.values()
             reordered = self._errors_of_values(key, expected, [_closest(expected, values)], [])
             if reordered and not any(error.is_wrong for error in reordered):
-                errors = reordered
-        wrong = [error for error in errors if error.is_wrong]
+                errors, wrong = reordered, []
         return next(iter(wrong or errors), None)
 
     def _errors_of_values(

@@ -12,10 +12,10 @@ A lock has a line for each figure of the program, modules and arrays in lists fo
 Lines are sorted and have neither line numbers nor paths of files, so that only what changes a cost
 changes the text. Where a collective comes from is looked up in the new report when it differs.
 
-`locked` collects the figures of a report as a ``Lock``, `lock_text` writes a lock and `_read` reads
-it again. `_compared` compares a section of two locks. `folded` writes the paths of layers in a list
-as one path: ``model.layers[*].up``. The figures of a line are kept by their units. A text has the
-unit "", and the text of the rule has the unit "rule". The first line above is
+`locked` collects the figures of a report as a ``Lock``, `lock_text` writes a lock and `_parse`
+reads it again. `_changed_lines` compares a section of two locks. `folded` writes the paths of
+layers in a list as one path: ``model.layers[*].up``. The figures of a line are kept by their units.
+A text has the unit "", and the text of the rule has the unit "rule". The first line above is
 
     {"": "float32[64] P('model')", "rule": "column of tensor_parallel", "bytes": 64, "arrays": 1}
 
@@ -33,7 +33,7 @@ import dataclasses
 import itertools
 import os
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any, TypeAlias
@@ -162,7 +162,7 @@ def lock_text(report: ProgramReport) -> str:
     """Writes the lock file of a report."""
     parts = [_HEAD]
     for section, rows in locked(report).items():
-        lines = (" | ".join([name, *_texts(figures)]) for name, figures in rows.items())
+        lines = [" | ".join([name, *_figure_texts(figures)]) for name, figures in rows.items()]
         parts.append("\n".join([f"[{section}]", *sorted(lines), ""]))
     return "\n".join(parts)
 
@@ -188,18 +188,29 @@ def changes_since(
             continue
         # The name of a change ends with its unit: ``all-reduce over model: runs``. Counts, whose
         # units are in `_EXACT`, have to be equal.
-        for change in _compared(part, old.get(section, {}), new.get(section, {})):
+        for change in _changed_lines(part, old.get(section, {}), new.get(section, {})):
             allowed = 0 if change.name.endswith(_EXACT) else tolerance
             if change.relative is None or abs(change.relative) > allowed:
                 changes.append(change)
     # Versions explain changes, but are no changes themselves.
-    old_versions = old.get(_VERSIONS, {})
-    made_with: dict[str, tuple[str, str]] = {}
-    for name, figures in new[_VERSIONS].items():  # {"jax": {"": "0.12.0"}, …}
-        before, after = str(old_versions.get(name, {}).get("", "?")), str(figures[""])
+    return Changes(changes, _changed_versions(old.get(_VERSIONS, {}), new[_VERSIONS]))
+
+
+def _changed_versions(
+    old: Mapping[str, Figures], new: Mapping[str, Figures]
+) -> dict[str, tuple[str, str]]:
+    """Returns (before, after) for each package whose version differs; "?" for an unknown version.
+
+    Args:
+      old: the versions of the lock file, as lines: ``{"jax": {"": "0.12.0"}}``.
+      new: the versions of the report, in the same form.
+    """
+    changed: dict[str, tuple[str, str]] = {}
+    for package, figures in new.items():
+        before, after = str(old.get(package, {}).get("", "?")), str(figures[""])
         if before != after:
-            made_with[name] = before, after
-    return Changes(changes, made_with)
+            changed[package] = before, after
+    return changed
 
 
 def totals_since(path: str | os.PathLike[str], report: ProgramReport) -> str:
@@ -249,7 +260,7 @@ def _lock_in(path: str | os.PathLike[str]) -> Lock:
             f"there is no lock file {os.fspath(path)}. Write it with update=True, "
             "pytest --update-locks, or nnx-sharding lock."
         ) from None
-    return _read(text, os.fspath(path))
+    return _parse(text, os.fspath(path))
 
 
 def described(changes: Changes, report: ProgramReport) -> str:
@@ -270,8 +281,8 @@ def described(changes: Changes, report: ProgramReport) -> str:
     for line in str(changes).splitlines():
         lines.append(line)
         # A changed figure is written as "  NAME: bytes: 1 KiB → 2 KiB".
-        name = next((name for name in places if line.startswith(f"  {name}: ")), None)
-        if name is not None:
+        changed = [name for name in places if line.startswith(f"  {name}: ")]
+        for name in changed[:1]:
             # The places are removed, because other figures of the same collective may have changed,
             # and the places are written below the first of them only.
             lines.append(f"    now at {', '.join(itertools.islice(places.pop(name), 4))}")
@@ -285,28 +296,30 @@ def locked(report: ProgramReport) -> Lock:
     }
     sizes = {name: getattr(report.memory, name, None) for name in _MEMORY}
     mesh = "none" if report.mesh is None else str(report.mesh)
+    if report.collectives is None:
+        collectives: dict[str, Figures] = {"all": {"": _UNKNOWN}}
+    else:
+        collectives = _summed(map(_collective_figures, report.collectives))
     lock: Lock = {
         _VERSIONS: versions,
         TITLES["program"]: {
             "devices": {"": f"{report.num_devices} × {report.device_kind}"},
             "mesh": {"": mesh},
         },
-        # A size of zero needs no line. An unknown size has a line, because it would pass for zero
-        # without.
-        TITLES["memory"]: {name: _figure_of("bytes", x) for name, x in sizes.items() if x != 0},
+        # A size of zero needs no line. An unknown size has a line, because without one it would
+        # pass for zero.
+        TITLES["memory"]: {name: _line("bytes", x) for name, x in sizes.items() if x != 0},
         TITLES["cost"]: {
-            "flops": _figure_of("flops", getattr(report.cost, "flops", None)),
-            "bytes accessed": _figure_of("bytes", getattr(report.cost, "bytes_accessed", None)),
+            "flops": _line("flops", getattr(report.cost, "flops", None)),
+            "bytes accessed": _line("bytes", getattr(report.cost, "bytes_accessed", None)),
         },
-        TITLES["collective"]: {"all": {"": _UNKNOWN}},  # replaced below if collectives are known
-        TITLES["parameter"]: _of_arguments(report),
+        TITLES["collective"]: collectives,
+        TITLES["parameter"]: _argument_lines(report),
     }
-    if report.collectives is not None:
-        lock[TITLES["collective"]] = _summed(map(_of_collective, report.collectives))
     if report.by_module is not None:
-        lock[TITLES["module"]] = _summed(map(_of_module, report.by_module.rows))
+        lock[TITLES["module"]] = _summed(map(_module_figures, report.by_module.rows))
     if report.by_line is not None:
-        lock[TITLES["line"]] = _summed(map(_of_line, report.by_line.rows))
+        lock[TITLES["line"]] = _summed(map(_source_line_figures, report.by_line.rows))
     # Names are escaped here, so that they equal the names that are read from a file.
     return {
         section: {_escaped(name): figures for name, figures in lines.items()}
@@ -314,14 +327,14 @@ def locked(report: ProgramReport) -> Lock:
     }
 
 
-def _of_module(row: ModuleRow) -> tuple[str, dict[str, float | None]]:
+def _module_figures(row: ModuleRow) -> tuple[str, dict[str, float | None]]:
     """Returns (name, figures by unit) for a row by module; None for a figure that is not known."""
     at_peak = None if row.at_peak is None else sum(row.at_peak.values())
     figures = {"flops": row.flops, "bytes": row.bytes_accessed, "at the peak": at_peak}
     return folded(path_text(row.path)), figures
 
 
-def _of_line(row: LineRow) -> tuple[str, dict[str, float | None]]:
+def _source_line_figures(row: LineRow) -> tuple[str, dict[str, float | None]]:
     """Returns (name, figures by unit) for a row by line; None for a figure that is not known."""
     name = f"{PurePath(row.file).name}: {row.code}" if row.file else NO_LINE
     return name, {"flops": row.flops, "bytes": row.bytes, "at the peak": row.at_peak}
@@ -339,30 +352,33 @@ def _summed(rows: Iterable[tuple[str, Mapping[str, float | None]]]) -> dict[str,
     Returns:
       The figures of each name.
     """
-    sums: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by name and unit
-    unknown: defaultdict[str, dict[str, None]] = defaultdict(dict)  # units by name, in order
+    sums: defaultdict[str, dict[str, int]] = defaultdict(dict)  # name → unit → sum
+    unknown: defaultdict[str, dict[str, None]] = defaultdict(dict)  # name → units, in order
     for name, figures in rows:
-        # `update` of a Counter adds. Figures of XLA are whole numbers as floats, so they are
-        # rounded.
-        sums[name].update({unit: round(x) for unit, x in figures.items() if x})
-        unknown[name].update({unit: None for unit, x in figures.items() if x is None})
+        totals = sums[name]
+        for unit, figure in figures.items():
+            if figure is None:
+                unknown[name][unit] = None
+            elif figure != 0:
+                # Figures of XLA are whole numbers as floats, so they are rounded.
+                totals[unit] = totals.get(unit, 0) + round(figure)
     lines: dict[str, Figures] = {}
-    for name, total in sums.items():
+    for name, totals in sums.items():
         line: Figures = {}
         if unknown[name]:
             line[""] = f"{_UNKNOWN} {' and '.join(unknown[name])}"
-        line |= {unit: x for unit, x in total.items() if unit not in unknown[name]}
+        line |= {unit: total for unit, total in totals.items() if unit not in unknown[name]}
         if line:
             lines[name] = line
     return lines
 
 
-def _figure_of(unit: str, figure: float | None) -> Figures:
+def _line(unit: str, figure: float | None) -> Figures:
     """Returns the figures of a line with one figure: ``{"bytes": 64}`` or ``{"": "unknown"}``."""
     return {"": _UNKNOWN} if figure is None else {unit: round(figure)}
 
 
-def _of_collective(collective: Collective) -> tuple[str, Mapping[str, float | None]]:
+def _collective_figures(collective: Collective) -> tuple[str, Mapping[str, float | None]]:
     """Returns (name, figures by unit) for a collective; None for figures that are not known."""
     figures = {"bytes": collective.total_bytes_sent, "runs": collective.times, "instructions": 1}
     return _collective_name(collective), figures
@@ -376,16 +392,21 @@ def _collective_name(collective: Collective) -> str:
     paths = sorted({folded(path) for path in collective.parameters})
     if len(paths) > 2:
         paths = [paths[0], f"{len(paths) - 1} others"]
-    # A collective without a module is named by the operations that XLA has merged into it, such as
-    # reduce_sum and dot_general.
-    names = {name.rpartition("/")[2] for name in operations(collective.operation or "")}
-    where = " and ".join(paths) or folded(collective.module or " and ".join(sorted(names)))
-    of = f" of {where}" if where else ""
-    axes = axes_text(collective.axes)
-    return _escaped(f"{collective.kind} over {axes} for {collective.purpose or 'unknown'}{of}")
+    if paths:
+        subject = " and ".join(paths)
+    elif collective.module:
+        subject = folded(collective.module)
+    else:
+        # The operations that XLA has merged into the collective, such as reduce_sum and
+        # dot_general.
+        names = {name.rpartition("/")[2] for name in operations(collective.operation or "")}
+        subject = folded(" and ".join(sorted(names)))
+    text = f"{collective.kind} over {axes_text(collective.axes)}"
+    text += f" for {collective.purpose or 'unknown'}"
+    return _escaped(f"{text} of {subject}" if subject else text)
 
 
-def _of_arguments(report: ProgramReport) -> dict[str, Figures]:
+def _argument_lines(report: ProgramReport) -> dict[str, Figures]:
     """Sums arguments whose paths differ only in indices, and whose types and specs are the same.
 
     Returns:
@@ -419,17 +440,28 @@ def _escaped(name: str) -> str:
     return printable(name).replace("|", "¦")
 
 
-def _texts(figures: Figures) -> Iterator[str]:
-    """Writes each figure with its unit: ``18,432 bytes``, ``1 array``; `_figure` reads them."""
+def _figure_texts(figures: Figures) -> Iterator[str]:
+    """Writes each figure with its unit, ``18,432 bytes`` or ``1 array``; `_parse_figure` reads it.
+
+    A text has no unit before it, and the text of a rule is written as ``rule fsdp``.
+    """
     for unit, value in figures.items():
         if isinstance(value, int | float):
             yield f"{value:,} {unit.removesuffix('s') if value == 1 else unit}"
         else:
-            yield f"{unit} {printable(value, '×')}".lstrip()  # a text without a unit, or a rule
+            yield f"{unit} {printable(value, '×')}".lstrip()
 
 
-def _read(text: str, path: str) -> Lock:
-    """Reads a text of :func:`lock_text`; raises a ValueError for any other, as after a merge."""
+def _parse(text: str, path: str) -> Lock:
+    """Reads a text of :func:`lock_text`.
+
+    Args:
+      text: the text.
+      path: the path of the file, for errors.
+
+    Raises:
+      ValueError: the text is another one, for example with the marks of a merge.
+    """
     title = _HEAD.partition(":")[0]
     if not text.startswith(title):
         raise ValueError(f"{path} is not a lock file that begins with {title!r}: write it again.")
@@ -444,11 +476,11 @@ def _read(text: str, path: str) -> Lock:
         elif not lock or not texts or name in rows:
             raise ValueError(f"{path}, line {number}: not a line of a lock file: {line!r:.100}")
         else:
-            rows[name] = dict(map(_figure, texts))
+            rows[name] = dict(map(_parse_figure, texts))
     return lock
 
 
-def _figure(text: str) -> tuple[str, Value]:
+def _parse_figure(text: str) -> tuple[str, Value]:
     """Reads a figure as its unit and value.
 
     ``18,432 bytes`` is ``("bytes", 18432)``, ``1 array`` is ``("arrays", 1)``, ``rule fsdp`` is
@@ -456,15 +488,16 @@ def _figure(text: str) -> tuple[str, Value]:
     """
     match = _NUMBER.fullmatch(text)
     if match is None:
-        is_rule = text.startswith(f"{_RULE} ")
-        return (_RULE, text.removeprefix(f"{_RULE} ")) if is_rule else ("", text)
+        if text.startswith(f"{_RULE} "):
+            return _RULE, text.removeprefix(f"{_RULE} ")
+        return "", text
     number, unit = match.groups()
     if number == "1" and unit in _SINGULAR:
         unit += "s"
     return unit, int(number.replace(",", ""))
 
 
-def _compared(
+def _changed_lines(
     part: Part, old: Mapping[str, Figures], new: Mapping[str, Figures]
 ) -> Iterator[Change]:
     """Yields a change for each figure of a section that differs.
@@ -478,25 +511,40 @@ def _compared(
     names_say_unit = part in ("memory", "cost")
     for name in sorted({*old, *new}):
         before, after = old.get(name), new.get(name)
-        pairs: dict[str, tuple[Value, Value]]  # (before, after) by unit
-        if before is None or after is None:
-            # A line that is new or gone is described by its first figure: a type, or bytes.
-            unit, value = next(iter((before or after or {}).items()))
-            nothing: Value = None if isinstance(value, str) else 0
-            pairs = {unit: (value, nothing) if after is None else (nothing, value)}
-        elif _UNKNOWN in (before.get(""), after.get("")):
-            # The first figures are compared, because an unknown line has no unit in common with a
-            # known one: {"": "unknown"} and {"bytes": 64}.
-            pairs = {"": (next(iter(before.values())), next(iter(after.values())))}
-        else:
-            units = before | after
-            if _RULE not in before or _RULE not in after:  # a report without reasons has no rules
-                units.pop(_RULE, None)
-            pairs = {unit: (_figure_in(before, unit), _figure_in(after, unit)) for unit in units}
+        if before is not None and after is not None:
+            pairs = _figure_pairs(before, after)
+        elif before is not None:  # the line is gone
+            unit, value, nothing = _first_figure(before)
+            pairs = {unit: (value, nothing)}
+        else:  # the line is new
+            unit, value, nothing = _first_figure(new[name])
+            pairs = {unit: (nothing, value)}
         for unit, (old_value, new_value) in pairs.items():
             if old_value != new_value:
                 label = name if names_say_unit or not unit else f"{name}: {unit}"
                 yield Change(part, label, old_value, new_value)
+
+
+def _first_figure(figures: Figures) -> tuple[str, Value, Value]:
+    """Describes a line that only one lock has by its first figure, which is a type or bytes.
+
+    Returns:
+      The unit, the figure, and what the other lock has instead: None for a text, 0 for a number.
+    """
+    unit, value = next(iter(figures.items()))
+    return unit, value, None if isinstance(value, str) else 0
+
+
+def _figure_pairs(before: Figures, after: Figures) -> dict[str, tuple[Value, Value]]:
+    """Returns (before, after) by unit, for a line that both locks have."""
+    if _UNKNOWN in (before.get(""), after.get("")):
+        # The first figures are compared, because an unknown line has no unit in common with a known
+        # one: {"": "unknown"} and {"bytes": 64}.
+        return {"": (next(iter(before.values())), next(iter(after.values())))}
+    units = [*(before | after)]
+    if _RULE in units and not (_RULE in before and _RULE in after):
+        units.remove(_RULE)  # the other report has no reasons, and so no rules
+    return {unit: (_figure_in(before, unit), _figure_in(after, unit)) for unit in units}
 
 
 def _figure_in(figures: Figures, unit: str) -> Value:
