@@ -154,9 +154,11 @@ def _words(x: Any, numpy: ModuleType) -> Any:  # np.ndarray or jax.Array, as num
     if x.dtype.kind == "c":  # JAX cannot view complex numbers as words
         x = numpy.stack([x.real, x.imag], axis=-1)
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-    if (jnp.finfo if is_float else jnp.iinfo)(x.dtype).bits < 8:
+    info: Any = jnp.finfo(x.dtype) if is_float else jnp.iinfo(x.dtype)  # type: ignore[no-untyped-call]
+    if info.bits < 8:
         # Elements such as int4 share a byte in JAX, but not in NumPy. Their values are the same.
         x = x.astype(np.float32 if is_float else np.int32)
+    # The bits of an element are read as one word of its size, or as two words of 32 bits.
     word = {1: np.uint8, 2: np.uint16}.get(x.dtype.itemsize, np.uint32)
     if numpy is np:
         return np.ascontiguousarray(x).view(word).astype(np.uint32, copy=False)

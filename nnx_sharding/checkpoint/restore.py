@@ -91,9 +91,8 @@ def restore_into(folder: FilePath, args: ModelRestore) -> Any:
         operation.agree(arrays=lambda: names.digest(arrays), checkpoint=lambda: digest(stored))
         values = load(stored, _shardings_to_read(stored, targets), operation)
         converted = operation.wait_for(lambda: _converted(targets, values))
-    if args.only is not None and (further := _further(stored, targets, flat)):
-        head = f"restore: {folder} has more of a list than the model; these were not read:"
-        _LOGGER.warning("%s", message(head, [f"  {path}" for path in further]))
+    if args.only is not None:
+        _warn_of_further(stored, targets, flat)
     return names.filled(flat, converted, "restore")  # safe because no process has failed
 
 
@@ -275,8 +274,8 @@ def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> 
     return "To restore only what the model has, pass only=... or another filter."
 
 
-def _further(stored: Stored, targets: Sequence[_Target], flat: Flat) -> list[str]:
-    """Returns the paths of arrays that ``only`` would have selected, if the model had them.
+def _warn_of_further(stored: Stored, targets: Sequence[_Target], flat: Flat) -> None:
+    """Logs the arrays that ``only`` would have selected, if the model had them.
 
     If the model has six layers and the checkpoint has twelve, these are the arrays of layers 6 to
     11. The name of each differs only in numbers from the name of an array that was read. The first
@@ -296,11 +295,14 @@ def _further(stored: Stored, targets: Sequence[_Target], flat: Flat) -> list[str
     read = {target.name for target in targets}
     patterns = set(map(pattern, read))
     in_model = {array.plain_name for array in names.named_arrays(flat)}  # `only` may leave them out
-    return [
-        entry.array.path
+    lines = [
+        f"  {entry.array.path}"
         for name, entry in stored.entries.items()
         if name not in read and pattern(name) in patterns and entry.plain_name not in in_model
     ]
+    if lines:
+        head = f"restore: {stored.folder} has more of a list than the model; these were not read:"
+        _LOGGER.warning("%s", message(head, lines))
 
 
 def _is_same_dtype(stored: Any, wanted: np.dtype[Any] | type, cast: bool) -> bool:
@@ -358,9 +360,13 @@ def _converted(targets: Sequence[_Target], values: dict[Name, Any]) -> list[tupl
         leaf = target.array.leaf
         value = values.pop(target.name)  # freed before the next array needs memory
         dtype = getattr(leaf, "dtype", None)
-        # A jax.Array is not checked, because `_shardings_to_read` has arrays whose integers may
-        # wrap read to the host.
-        if dtype and isinstance(value, np.ndarray) and (limits := out_of_range(value, dtype)):
+        # The range of the integers, if they do not fit; else an empty text. A jax.Array is not
+        # checked, because arrays whose integers may wrap are read to the host
+        # (`_shardings_to_read`).
+        limits = ""
+        if dtype and isinstance(value, np.ndarray):
+            limits = out_of_range(value, dtype)
+        if limits:
             wrapping.append(f"  {target.array.path}: {limits}, {dtype}")
         else:
             converted.append((target.array, _like(leaf, value, target.sharding)))

@@ -256,7 +256,12 @@ def selected_weights(
         remedy="Leave them out by only=...",
     )
     arrays: dict[str, NamedArray] = {}
-    clashing_paths = {x.path for x in weights if arrays.setdefault(x.path, x) is not x}
+    clashing_paths: set[str] = set()
+    for array in weights:
+        if array.path in arrays:
+            clashing_paths.add(array.path)
+        else:
+            arrays[array.path] = array
     head = f"{caller}: each of these paths is that of several arrays:"
     lines = [f"  {path}" for path in sorted(clashing_paths)]
     raise_if_any(ValueError, head, lines, "Rename a key that has a slash.")

@@ -270,8 +270,12 @@ def item_folder(caller: str, path: str | os.PathLike[str]) -> FilePath:
     for below in _BELOW:
         if is_checkpoint(folder / below):
             return folder / below
-    steps = (x for x in folder.glob("*") if any(is_checkpoint(x / below) for below in _BELOW))
-    if paths := ", ".join(sorted(map(str, steps))):
+    steps = []  # the paths of the checkpoints in the folder
+    for path_in_folder in folder.glob("*"):
+        if any(is_checkpoint(path_in_folder / below) for below in _BELOW):
+            steps.append(str(path_in_folder))
+    if steps:
+        paths = ", ".join(sorted(steps))
         raise CheckpointError(f"{caller}: expected one checkpoint, got a folder of some: {paths}.")
     raise CheckpointError(f"{_damaged(caller, folder)}: it has no file {_NAMES_FILE}.")
 

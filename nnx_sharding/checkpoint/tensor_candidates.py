@@ -335,16 +335,32 @@ def _layouts(
         size = target[axes.index(outer)]
         if fused.is_tensor_fused:
             yield from _layouts_in_tensor(left, axes, outer, size, fused)
-        # The array has the parts one after the other. If each part were a single row, the dimension
-        # would be one for parts, as above. If each head had all parts, a part would be no range of
-        # the dimension.
-        elif size != len(fused.shapes) and not fused.by_head:
-            # Each part has a share of the rows, in proportion to its elements.
-            elements = [math.prod(shape) for shape in fused.shapes]
-            start = size * sum(elements[: fused.number]) // sum(elements)
-            stop = size * sum(elements[: fused.number + 1]) // sum(elements)
-            if start < stop:
-                yield _Layout(left, axes, put={outer: slice(start, stop)})
+        else:
+            yield from _layouts_in_array(left, axes, outer, size, fused)
+
+
+def _layouts_in_array(
+    left: str, axes: list[str], outer: str, size: int, fused: FusedPart
+) -> Iterator[_Layout]:
+    """Yields the layout of an array that has the parts one after the other, if it may have it.
+
+    Args:
+      left: the dimensions of the tensor, which is one part, such as ``"(h d) in"``.
+      axes: the dimensions of the array, such as ``["in", "h", "d"]``.
+      outer: the axis along which parts follow each other: ``"out"``, ``"h"`` or ``"k"``.
+      size: the size of this axis in the array.
+      fused: the part that the tensor is.
+    """
+    # If each part were a single row, the axis would be a dimension for parts, which `_layouts`
+    # yields. If each head had all parts, a part would be no range of the axis.
+    if size == len(fused.shapes) or fused.by_head:
+        return
+    # Each part has a share of the rows, in proportion to its elements.
+    elements = [math.prod(shape) for shape in fused.shapes]
+    start = size * sum(elements[: fused.number]) // sum(elements)
+    stop = size * sum(elements[: fused.number + 1]) // sum(elements)
+    if start < stop:
+        yield _Layout(left, axes, put={outer: slice(start, stop)})
 
 
 def _layouts_in_tensor(

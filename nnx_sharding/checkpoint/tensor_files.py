@@ -167,9 +167,10 @@ def read_index(folder: FilePath) -> dict[str, str]:
     located = unique_json((folder / INDEX_FILE).read_bytes())["weight_map"]
     if type(located) is not dict:
         raise TypeError(f"weight_map is a {type(located).__name__}")
-    # Only names of files are accepted, because a path could lead out of the folder.
-    if wrong_names := [x for x in located.values() if type(x) is not str or Path(x).name != x]:
-        raise ValueError(f"{wrong_names[0]!r} is not the name of a file beside it")
+    for name in located.values():
+        # Only names of files are accepted, because a path could lead out of the folder.
+        if type(name) is not str or Path(name).name != name:
+            raise ValueError(f"{name!r} is not the name of a file beside it")
     return located
 
 
@@ -181,10 +182,11 @@ def _open_file(caller: str, path: FilePath, files: contextlib.ExitStack) -> Tens
       CheckpointError: the file is damaged.
     """
     try:
-        # The file has no buffer, because that would read 8 KiB each time that few bytes are needed.
-        opened = files.enter_context(
-            path.open("rb") if is_in_bucket(path) else Path(path).open("rb", buffering=0)  # noqa: SIM115
-        )
+        if is_in_bucket(path):
+            opened = files.enter_context(path.open("rb"))
+        else:
+            # There is no buffer, because it would read 8 KiB each time that few bytes are needed.
+            opened = files.enter_context(Path(path).open("rb", buffering=0))  # noqa: SIM115
         return read_header(caller, path, opened)
     except OSError as error:
         raise NoCheckpointError(
@@ -382,8 +384,8 @@ def read_box(
         file.seek(tensor.offset + begin * itemsize)
         end = num_read + run_length * itemsize
         while num_read < end:  # a read may return fewer bytes than asked for
-            # 0 bytes are read only at the end of the file.
-            if not (count := _read_into(file, memory[num_read:end])):
+            count = _read_into(file, memory[num_read:end])
+            if count == 0:  # the end of the file
                 raise CheckpointError(f"{file.name} became shorter while it was read.")
             num_read += count
     return data[box.within(wide_box)]

@@ -460,8 +460,9 @@ class _Matching:
             by_numbers = self._rules[template]
             # For each tensor of the template, the list of its rules, one for each array.
             first_rules, *later_rules = ([*by_path.values()] for by_path in by_numbers.values())
-            has_zeros = any(re.search(r"\b0[0-9]", name) for name in group.names.values())
-            if all(tensors == first_rules for tensors in later_rules) and not has_zeros:
+            are_equal = all(later == first_rules for later in later_rules)
+            has_leading_zeros = any(re.search(r"\b0[0-9]", name) for name in group.names.values())
+            if are_equal and not has_leading_zeros:
                 rules[_pattern(template)] = _rule(first_rules)
                 continue
             for numbers, by_path in by_numbers.items():

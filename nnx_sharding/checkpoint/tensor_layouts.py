@@ -267,17 +267,21 @@ def boxes(placements: Sequence[Placement]) -> list[Region] | None:
     ranges of a dimension of 8.
     """
 
-    def axes_of(placement: Placement) -> list[list[Axis]]:
-        """Returns the axes of each dimension, in order; their names may differ."""
-        return [[placement.axes[name] for name in names] for names in placement.right]
+    def axis_sizes(placement: Placement) -> list[list[int]]:
+        """Returns the sizes of the axes of each dimension, in order; names of axes may differ."""
+        return [[placement.axes[name].array_size for name in names] for names in placement.right]
 
-    sizes = [[[x.array_size for x in axes] for axes in axes_of(p)] for p in placements]
+    def axis_ranges(placement: Placement) -> Region:
+        """Returns the range of each axis that the tensor fills, in order."""
+        axes = [placement.axes[name] for name in names_in(placement.right)]
+        return [(axis.array_start, axis.array_start + axis.length) for axis in axes]
+
+    sizes = [axis_sizes(placement) for placement in placements]
     if all(x == sizes[0] for x in sizes):
-        return [
-            [(x.array_start, x.array_start + x.length) for x in itertools.chain(*axes_of(p))]
-            for p in placements
-        ]
-    return [p.region for p in placements] if all(p.fills_region for p in placements) else None
+        return [axis_ranges(placement) for placement in placements]
+    if all(placement.fills_region for placement in placements):
+        return [placement.region for placement in placements]
+    return None
 
 
 def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> list[str]:
@@ -297,8 +301,10 @@ def gaps(placements: Sequence[Placement], noun: str, *, once: bool = True) -> li
     """
     if not placements:
         return [""]
-    if len(placements) == 1 and all(x.length == x.array_size for x in placements[0].axes.values()):
-        return []  # one placement fills the whole array; most arrays are so
+    if len(placements) == 1:
+        [placement] = placements
+        if all(axis.length == axis.array_size for axis in placement.axes.values()):
+            return []  # it fills the whole array, as for most arrays
     # Each dimension is cut wherever a placement begins or ends. The cuts divide the array into
     # cells, and a placement fills a cell as a whole, or not at all.
     edges: list[list[int]] = []  # for each dimension, the indices where cells begin, then its size

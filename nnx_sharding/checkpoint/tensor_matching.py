@@ -68,10 +68,16 @@ def fill_by_rules(
                 source, goal = (target.path, name) if reverse else (name, target.path)
                 placement, problem = _place(name, tensor, target, arrays[target.path])
                 pairs.append(_Pair(source, goal, placement, problem))
-    sources: Mapping[str, AnyArray] = arrays if reverse else tensors
-    goals: Mapping[str, AnyArray] = tensors if reverse else arrays
-    # 2. The sources that fill each goal. In reverse, a tensor that the rules ignore is no goal.
-    filled: Filled = {name: [] for name in goals if not (reverse and rules.targets(name) == [])}
+    # 2. The sources that fill each goal.
+    sources: Mapping[str, AnyArray]
+    goals: Mapping[str, AnyArray]
+    if reverse:
+        sources = arrays
+        # A tensor that the rules ignore (None, which is read as an empty list) is no goal.
+        goals = {name: x for name, x in tensors.items() if rules.targets(name) != []}
+    else:
+        sources, goals = tensors, arrays
+    filled: Filled = {name: [] for name in goals}
     for source, goal, placement, _ in pairs:
         if placement is not None:
             filled[goal].append((placement.inverse(source) if reverse else placement, source))
@@ -89,14 +95,14 @@ def fill_by_rules(
         for source, goal, _, problem in pairs
         if not problem and not is_castable(sources[source].dtype, goals[goal].dtype, cast)
     ]
+    unused = [*_unknown_names(rules, tensors, everything, reverse)]
+    if reverse:
+        # No part of an array may be lost. A part of a tensor that is read may be unused.
+        unused += _unused_parts(pairs, arrays, goal_noun)
     a_source, a_goal = ("an array" if noun == "array" else f"a {noun}" for noun in nouns)
     problems = {
         f"{goal_noun.capitalize()}s without {a_source}": incomplete,
-        f"{source_noun.capitalize()}s without {a_goal}": [
-            *_unknown_names(rules, tensors, everything, reverse),
-            # A part of a tensor that is read may be unused. No part of an array may be lost.
-            *(_unused_parts(pairs, arrays, goal_noun) if reverse else ()),
-        ],
+        f"{source_noun.capitalize()}s without {a_goal}": unused,
         "Of another shape": [pair.problem for pair in pairs if pair.problem],
         OF_ANOTHER_DTYPE: dtypes,
     }

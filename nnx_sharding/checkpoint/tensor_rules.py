@@ -331,7 +331,8 @@ class Rules(NamedTuple):
     def targets(self, name: str) -> list[Target] | None:
         """Returns the arrays that a tensor belongs to; None without a rule."""
         for pattern, tensors in self.pairs:
-            if match := pattern.fullmatch(name):
+            match = pattern.fullmatch(name)
+            if match is not None:
                 groups = match.groups(default="")
                 return [Target(t, t.path.format(*groups), groups) for t in tensors]
         return None
@@ -455,7 +456,9 @@ def _path_pattern(pattern: re.Pattern[str], template: str) -> re.Pattern[str]:
     """
     contents = []  # the content of each group of the pattern: `\d+`
     for part in _PART.finditer(pattern.pattern):
-        if part["group"] and (group := _GROUP.fullmatch(part["group"])):
+        # A group such as `(?:x)` captures nothing, so `_GROUP` does not match it.
+        group = _GROUP.fullmatch(part["group"] or "")
+        if group is not None:
             contents.append(group["inside"])
     seen: set[int] = set()  # the numbers that have a group already
 

@@ -176,13 +176,17 @@ def _value(node: ast.expr) -> Any:
             return {_value(k): _value(v) for k, v in zip(keys, values, strict=True) if k}
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in _CALLS:
             keyword_arguments: dict[str, Any] = {}
-            for x in keywords:
-                if x.arg is not None:
-                    keyword_arguments[x.arg] = _value(x.value)
-                elif isinstance(x.value, ast.Dict):  # the keyword of `**{"in": 4}` has no name
-                    keyword_arguments |= _value(x.value)
-                else:
-                    break  # `**` of anything else is refused below
-            else:
-                return _CALLS[name](*map(_value, args), **keyword_arguments)
-    raise ValueError(f"line {node.lineno}: {ast.unparse(node)}")
+            for keyword_node in keywords:
+                if keyword_node.arg is not None:
+                    keyword_arguments[keyword_node.arg] = _value(keyword_node.value)
+                elif isinstance(keyword_node.value, ast.Dict):  # `**{"in": 4}`
+                    keyword_arguments |= _value(keyword_node.value)
+                else:  # `**` of anything else
+                    raise _not_a_value(node)
+            return _CALLS[name](*map(_value, args), **keyword_arguments)
+    raise _not_a_value(node)
+
+
+def _not_a_value(node: ast.expr) -> ValueError:
+    """Returns the error for an expression that has no place in a file of rules."""
+    return ValueError(f"line {node.lineno}: {ast.unparse(node)}")
