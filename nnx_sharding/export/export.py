@@ -188,24 +188,9 @@ def _check_expressible(
       keeps_paths: whether all paths to arrays are still there. A path is gone if the function has
         put a Variable of another path in its place, or removed its value.
     """
-    structure_before, structure_after = plan.structure, outcome.structure
-    # A file cannot express changed metadata of Variables, changed static objects, and removed
-    # attributes. New values of Variables are not among these changes.
-    can_be_said = keeps_paths and not outcome.metadata and not outcome.statics
-    for change in outcome.nodes:
-        if change.removed:
-            can_be_said = False
-        old_attributes = parts_of(structure_before.entries[change.node])  # path → child
-        for name, value in change.changed:
-            # Flax records in `STATUSES` which attributes are data, so it changes with each new one.
-            if name != _compat.STATUSES:
-                old_child = old_attributes.get((name,))
-                can_be_said &= _can_be_said(
-                    old_child, value.child, structure_before, structure_after
-                )
-    if can_be_said:
+    if keeps_paths and _is_expressible(plan.structure, outcome):
         return
-    lines = differences((plan.signature, structure_before), (plan.signature, arguments))
+    lines = differences((plan.signature, plan.structure), (plan.signature, arguments))
     # By path, exchanged modules look the same if they differ in their arrays only.
     lines = lines or ["modules that look alike are exchanged"]
     text = message(
@@ -217,7 +202,31 @@ def _check_expressible(
     raise ValueError(text)
 
 
-def _can_be_said(
+def _is_expressible(structure_before: Structure, outcome: Outcome) -> bool:
+    """Whether a file can express all changes of an outcome as arrays by path.
+
+    A file cannot express changed metadata of Variables, changed static objects, and removed
+    attributes. New values of Variables are not among the changes that an outcome lists.
+    """
+    if outcome.metadata or outcome.statics:
+        return False
+    for change in outcome.nodes:
+        if change.removed:
+            return False
+        old_attributes = parts_of(structure_before.entries[change.node])  # path → child
+        for name, value in change.changed:
+            # Flax records in `STATUSES` which attributes are data, so it changes with each new one.
+            if name == _compat.STATUSES:
+                continue
+            old_child = old_attributes.get((name,))
+            if not _is_child_expressible(
+                old_child, value.child, structure_before, outcome.structure
+            ):
+                return False
+    return True
+
+
+def _is_child_expressible(
     old_child: Child | None,
     new_child: Child,
     structure_before: Structure,
@@ -225,7 +234,7 @@ def _can_be_said(
 ) -> bool:
     """Whether a changed attribute of a module is the same as new arrays at paths below it.
 
-    A file can say only that: ``model.up.kernel`` is now output 3, for example. An attribute is
+    A file can express only that: ``model.up.kernel`` is now output 3, for example. An attribute is
     described by the index of an object among the ``entries`` of a structure, by ``LEAF`` for an
     array, by a ``Container``, or by a static value.
 
@@ -246,7 +255,7 @@ def _can_be_said(
     # The attribute is new.
     if isinstance(new_child, Container):
         return all(
-            _can_be_said(None, child, structure_before, structure_after)
+            _is_child_expressible(None, child, structure_before, structure_after)
             for child in new_child.children
         )
     # An object of the arguments would be shared now, and a static value is no array, so only arrays
@@ -283,18 +292,8 @@ def _manifest(
     # `arguments` and `arguments_after` describe them before and after the call.
     arguments = tuple(_arguments(plan, tree_of(plan.structure, lambda slot: {"input": slot})))
     structure_after = _arguments_after(plan, outcome)
-    arguments_after = _arguments(plan, tree_of(structure_after, tree_of_slot))
-    updates = dict[str, Tree]()
-    keeps_paths = True
-    for before, after in zip(arguments, arguments_after, strict=True):
-        old_arrays, new_arrays = _arrays_by_path(before.tree), _arrays_by_path(after.tree)
-        keeps_paths &= old_arrays.keys() <= new_arrays.keys()
-        # A changed array is an output, if it is new, or an input that was at another path.
-        changed = [
-            (path, array) for path, array in new_arrays.items() if old_arrays.get(path) != array
-        ]
-        if changed:
-            updates[after.name] = tree_from("state", changed)
+    arguments_after = tuple(_arguments(plan, tree_of(structure_after, tree_of_slot)))
+    updates, keeps_paths = _updates(arguments, arguments_after)
     # Raises if a file cannot express the changes.
     _check_expressible(plan, outcome, structure_after, keeps_paths=keeps_paths)
     # The rest is the result, and the types and shardings of the program.
@@ -319,6 +318,30 @@ def _manifest(
         calling_convention=program.calling_convention_version,
         versions={**versions, "nnx_sharding": __version__},
     )
+
+
+def _updates(
+    arguments: Sequence[Argument], arguments_after: Sequence[Argument]
+) -> tuple[dict[str, Tree], bool]:
+    """Returns what a call changes in each argument, and whether all old paths to arrays are left.
+
+    Args:
+      arguments: the arguments before the call.
+      arguments_after: the same arguments after the call.
+    """
+    updates = dict[str, Tree]()
+    keeps_paths = True
+    for before, after in zip(arguments, arguments_after, strict=True):
+        old_arrays, new_arrays = _arrays_by_path(before.tree), _arrays_by_path(after.tree)
+        if not old_arrays.keys() <= new_arrays.keys():
+            keeps_paths = False
+        # A changed array is an output, if it is new, or an input that was at another path.
+        changed = [
+            (path, array) for path, array in new_arrays.items() if old_arrays.get(path) != array
+        ]
+        if changed:
+            updates[after.name] = tree_from("state", changed)
+    return updates, keeps_paths
 
 
 def _arrays_by_path(tree: Tree) -> dict[Path, Tree]:

@@ -148,12 +148,14 @@ class Exported(Pictured):
           ValueError: a part of the program cannot be written, there are too many arrays, or the
             program was loaded and saved with a lower ``vjp_order`` than this one.
         """
-        if self._data is not None and vjp_order > (order := _vjp_order(self.jax_exported)):
-            raise ValueError(
-                f"{self.manifest.function} was loaded from a file that was saved with "
-                f"vjp_order={order}, so it cannot be saved with {vjp_order}. Export the function "
-                f"again, and save that with vjp_order={vjp_order}."
-            )
+        if self._data is not None:
+            saved_order = _vjp_order(self.jax_exported)
+            if vjp_order > saved_order:
+                raise ValueError(
+                    f"{self.manifest.function} was loaded from a file that was saved with "
+                    f"vjp_order={saved_order}, so it cannot be saved with {vjp_order}. Export the "
+                    f"function again, and save that with vjp_order={vjp_order}."
+                )
         try:
             program = self._data or bytes(self.jax_exported.serialize(vjp_order=vjp_order))
         except ImportError as error:
@@ -277,14 +279,15 @@ def _bind(
     # The lines of the message, for each kind of mistake.
     missing, unknown, wrong_type, not_shared = list[str](), list[str](), list[str](), list[str]()
     for argument in manifest.arguments:
-        has_joined_paths = False
+        has_joined_paths = False  # whether the argument is a flat mapping with such paths
         for path, array in _arrays_by_path(arguments[argument.name]):
-            # `by_path` has each path as ("up", "kernel"). It also has "up/kernel", which is the key
-            # in a flat mapping.
+            # `by_path` has each path as ("up", "kernel"). It also has "up/kernel", a joined path,
+            # which is the key in a flat mapping.
             leaf = argument.by_path.get(tuple(map(str, path)))
             if leaf is None:
                 leaf = argument.by_path.get(path_string(path))
-                has_joined_paths |= leaf is not None
+                if leaf is not None:
+                    has_joined_paths = True
             if leaf is None:
                 name = accessor(argument.name, path)
                 hint = suggestion(name, [other.name for other in argument.leaves])
@@ -301,7 +304,8 @@ def _bind(
             missing.append(f"  {info.name}, {info}")
             continue
         first_leaf, array = passed[position]
-        if fault := _type_fault(array, info):
+        fault = _type_fault(array, info)
+        if fault:
             wrong_type.append(f"  {first_leaf.name}: {fault}")
     faults = {
         "Missing": missing,
@@ -394,11 +398,16 @@ def _fits(size: int | str, exported: int | str) -> bool:
       size: the size of the array that was passed; a text if it is symbolic.
       exported: the size in the manifest; a text if it is symbolic, such as ``"2*batch"``.
     """
-    if isinstance(exported, int) or isinstance(size, str):
-        return size == exported or isinstance(exported, str)
+    if isinstance(exported, int):
+        return size == exported
+    if isinstance(size, str):  # both are symbolic
+        return True
     # Of symbolic sizes, only multiples of one variable are checked here: "batch", or "2*batch".
     multiple = re.fullmatch(r"(?:(\d+)\*)?[A-Za-z_]\w*", exported)
-    return multiple is None or (size > 0 and size % int(multiple[1] or 1) == 0)
+    if multiple is None:
+        return True
+    factor = int(multiple[1] or 1)
+    return size > 0 and size % factor == 0
 
 
 def _type_fault(leaf: Any, info: ArrayInfo) -> str:

@@ -184,6 +184,7 @@ class Manifest(JsonForm):
         The check is needed because anybody may have written the file.
         """
         names = [argument.name for argument in self.arguments]
+        # The names of arguments differ, and only arguments have updates.
         if len(set(names)) < len(names) or not self.updates.keys() <= set(names):
             raise ValueError(f"arguments {names}, updates {[*self.updates]}")
         for info in (*self.inputs, *self.outputs):
@@ -340,7 +341,8 @@ def leaves_of(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, str, int]]:
     paths_so_far = set()
     for keys, part in content:
         is_path = isinstance(keys, list) and all(type(key) in (str, int) for key in keys)
-        if not is_path or (kind != "state" and len(keys) != 1) or tuple(keys) in paths_so_far:
+        has_right_length = is_path and (kind == "state" or len(keys) == 1)
+        if not has_right_length or tuple(keys) in paths_so_far:
             raise ValueError(f"expected another path than {keys!r:.100}")
         paths_so_far.add(tuple(keys))
         yield from leaves_of(part, (*path, *keys))
