@@ -37,6 +37,21 @@ or are unknown; 2 if a file cannot be read or the command line is wrong"""
 
 def add_commands(subparsers: Any) -> None:
     """Adds the parsers of these commands."""
+    _add_diff(subparsers)
+    _add_launch(subparsers)
+    parser = subparsers.add_parser(
+        "explain",
+        help="explain an error",
+        description="Prints what an error means and what to do about it.",
+        epilog="exit code: 0, or 2 if there is no such section",
+    )
+    parser.set_defaults(run=run_explain)
+    text = "as the note below an error names it; without it, all are listed"
+    parser.add_argument("section", nargs="?", help=text)
+
+
+def _add_diff(subparsers: Any) -> None:
+    """Adds the parser of ``diff``."""
     parser = subparsers.add_parser(
         "diff",
         help="show what changed between two reports or comparisons",
@@ -54,6 +69,9 @@ def add_commands(subparsers: Any) -> None:
     add("--fail-above", type=percentage, metavar="PERCENT", help=f"{text}unknown")
     add_outputs(parser)
 
+
+def _add_launch(subparsers: Any) -> None:
+    """Adds the parser of ``launch``, whose options are called like the parameters of `launch`."""
     parser = subparsers.add_parser(
         "launch",
         help="run a program in several processes on this machine",
@@ -74,16 +92,6 @@ def add_commands(subparsers: Any) -> None:
     add("--grace", type=seconds, default=3.0, metavar="SECONDS", help=text)
     add("-m", dest="module", nargs="...", help="run a module, as python -m does")
     add("program", nargs="...", help=argparse.SUPPRESS)
-
-    parser = subparsers.add_parser(
-        "explain",
-        help="explain an error",
-        description="Prints what an error means and what to do about it.",
-        epilog="exit code: 0, or 2 if there is no such section",
-    )
-    parser.set_defaults(run=run_explain)
-    text = "as the note below an error names it; without it, all are listed"
-    parser.add_argument("section", nargs="?", help=text)
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
@@ -126,7 +134,7 @@ def run_launch(arguments: argparse.Namespace) -> int:
     # A missing file is reported before processes start, because each of them would report it.
     if arguments.module is None and not Path(program[0]).exists():
         raise UsageError(f"no such file: {program[0]}")
-    # Options are called like the parameters of `launch`.
+    # These options are called like the parameters of `launch`.
     names = ("processes", "devices_per_process", "platform", "timeout", "grace")
     return launch(program, **{name: getattr(arguments, name) for name in names})
 

@@ -16,6 +16,7 @@ import inspect
 import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -137,18 +138,7 @@ def _check(
         return value
 
     with jax.set_mesh(mesh), user_code(f"{target} failed"):
-        # `chosen` is the configuration for the function. `changes` are texts to print: ["width
-        # 1,024 → 4"].
-        chosen, changes = None, ["nothing: the function has no parameter `config`"]
-        if config is not None:
-            chosen, changes = find(config, is_function=False), [f"as {config} says"]
-        elif "config" in parameters:
-            default = parameters["config"].default
-            if default is inspect.Parameter.empty:
-                raise UserError(f"{target}: `config` has no default; name one by --config")
-            # Nothing is printed while the configuration shrinks, because all changes are printed
-            # below.
-            chosen, changes = shrink(build, default, on_change=lambda text: None)
+        chosen, changes = _chosen_config(target, build, parameters.get("config"), config)
         step, *args = build(chosen)
         # `assert_same` jits the user's function again with its options, on one device and on the
         # mesh.
@@ -159,3 +149,33 @@ def _check(
         del declared["compiler_options"]  # options for the devices of the job, not for CPUs
         values = with_values(tuple(args))
     assert_same(fun, *values, shardings=shardings, mesh=mesh, **declared, **options)
+
+
+def _chosen_config(
+    target: str,
+    build: Callable[[Any], tuple[Any, ...]],
+    parameter: inspect.Parameter | None,
+    name: str | None,
+) -> tuple[Any, list[str]]:
+    """Returns the configuration for the user's function, and texts that say what is smaller in it.
+
+    The configuration is the one that the user names, or the function's default, made smaller. It is
+    None for a function without the parameter.
+
+    Args:
+      target: the name of the user's function.
+      build: makes the step and its arguments from a configuration.
+      parameter: the parameter ``config`` of the function; None if it has none.
+      name: the name of a configuration; None if the user named none.
+
+    Raises:
+      UserError: the parameter has no default, and no configuration is named.
+    """
+    if name is not None:
+        return find(name, is_function=False), [f"as {name} says"]
+    if parameter is None:
+        return None, ["nothing: the function has no parameter `config`"]
+    if parameter.default is inspect.Parameter.empty:
+        raise UserError(f"{target}: `config` has no default; name one by --config")
+    # Nothing is printed while the configuration shrinks, because all changes are printed at once.
+    return shrink(build, parameter.default, on_change=lambda text: None)

@@ -88,7 +88,8 @@ def assert_no_collective(
     report, wanted, collectives = _collectives(program, axes)
     # Without `larger_than`, the limit is -1, because a collective of 0 bytes counts, too.
     allowed = -1 if larger_than is None else read_bytes(larger_than)
-    if hits := [collective for collective in collectives.of(kind) if collective.bytes > allowed]:
+    hits = [collective for collective in collectives.of(kind) if collective.bytes > allowed]
+    if hits:
         plural = "s" if len(hits) > 1 else ""
         what = f"{len(hits)} {kind or 'collective'}{plural}{_over(wanted)}"
         remedy = (
@@ -227,7 +228,7 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
 
 def _largest(rows: Iterable[ParameterRow | ActivationRow]) -> str:
     """Lists the ten arrays that take the most memory on a device, as text."""
-    sizes = [(row.bytes_per_device or row.bytes_total, _at(row)) for row in rows]
+    sizes = [(row.bytes_per_device or row.bytes_total, _array_text(row)) for row in rows]
     sizes.sort(key=lambda pair: -pair[0])
     lines = (f"  {name}: {bytes_text(size)}" for size, name in sizes)
     return "\n".join(errors.shortened(lines, "  "))
@@ -253,7 +254,8 @@ def assert_no_resharding(
         places = collective.module, collective.operation, collective.source
         return " ".join(filter(None, places))
 
-    if hits := _not_allowed(collectives.resharded, allowed, name):
+    hits = _not_allowed(collectives.resharded, allowed, name)
+    if hits:
         plural = "s" if len(hits) > 1 else ""
         what = f"{len(hits)} array{plural}{_over(wanted)}"
         remedy = "Constrain activations (activation_shardings of jit), or allow it by allowed=..."
@@ -332,28 +334,31 @@ def assert_gathers_weights(
     # A module has activations in the report if the program calls it. The parameters of other
     # modules need not be gathered. Paths inside of ``model.up`` begin with ``model.up.`` or
     # ``model.up[``.
-    in_module = tuple(f"{row.path}{end}" for row in report.activations for end in (".", "["))
+    in_called_module = tuple(f"{row.path}{end}" for row in report.activations for end in (".", "["))
     weights = []
     for row in report.parameters:
-        axes_of_row = axes_in(row.spec)
-        is_sharded = axes_of_row if wanted is None else wanted.intersection(axes_of_row)
-        is_variable = row.used and row.variable is not None
-        if is_variable and is_sharded and row.path.startswith(in_module):
+        row_axes = axes_in(row.spec)
+        sharding_axes = row_axes if wanted is None else wanted.intersection(row_axes)
+        is_used_variable = row.used and row.variable is not None
+        if is_used_variable and sharding_axes and row.path.startswith(in_called_module):
             weights.append(row)
     if not weights:
         _fail(f"{report.name} calls no module with parameters that are sharded{_over(wanted)}.", ())
-    gathered = {
-        path
-        for collective in collectives.of("all-gather")
-        if collective.purpose in ("parameter", "state")  # state: Variables that are no parameters
-        for path in collective.parameters
-    }
+    gathered: set[str] = set()  # the paths of gathered Variables
+    for collective in collectives.of("all-gather"):
+        # The purpose of Variables that are no parameters is "state".
+        if collective.purpose in ("parameter", "state"):
+            gathered.update(collective.parameters)
     checked = _not_allowed(weights, allowed, lambda row: row.path)
-    if kept := [row for row in checked if row.path not in gathered]:
+    not_gathered = [row for row in checked if row.path not in gathered]
+    if not_gathered:
         _fail(
-            f"{report.name} gathers {len(weights) - len(kept)} of {len(weights)} parameters"
+            f"{report.name} gathers {len(weights) - len(not_gathered)} of {len(weights)} parameters"
             f"{_over(wanted)}, but not:",
-            (f"  {_at(row)}: {bytes_text(row.bytes_total)}, {spec_text(row.spec)}" for row in kept),
+            (
+                f"  {_array_text(row)}: {bytes_text(row.bytes_total)}, {spec_text(row.spec)}"
+                for row in not_gathered
+            ),
             "Gather them (ActivationSharding(gather=True)), or allow it by allowed=...",
         )
 
@@ -413,7 +418,7 @@ def assert_sharded(
         _fail(
             f"{sizes} are fully replicated, more than {tolerance:.1%}:",
             (
-                f"  {_at(x)}: {bytes_text(x.bytes_total)}, spec {spec_text(x.spec)}"
+                f"  {_array_text(x)}: {bytes_text(x.bytes_total)}, spec {spec_text(x.spec)}"
                 for x in replicated
             ),
             "Give them specs, or allow it by tolerance=..., min_size=... or allowed=...",
@@ -477,9 +482,10 @@ def _collectives(
     """
     report = _report(program)
     if report.collectives is None:
-        unread = "".join(f"\n  {line[:200]}" for line in parse(report.hlo or "").unread[:10])
-        why = f"these parts of the program are not understood:{unread}\nReport this"
-        why = why if report.hlo else "the backend has no text of the compiled program"
+        why = "the backend has no text of the compiled program"
+        if report.hlo:
+            unread = "".join(f"\n  {line[:200]}" for line in parse(report.hlo).unread[:10])
+            why = f"these parts of the program are not understood:{unread}\nReport this"
         raise ValueError(f"the collectives of {report.name} are unknown: {why}.")
     wanted = None if axes is None else _axis_set(report, axes)
     # Collectives over unknown axes may run over the wanted ones, so they count.
@@ -551,13 +557,16 @@ def _line(collective: Collective) -> str:
     """
     axes, count = collective.axes, collective.times
     over = "unknown axes" if axes is None else " and ".join(axes) or "no axes"
-    times = {1: "", None: ", in a loop of unknown length"}.get(count, f", {count} times")
+    if count is None:
+        times = ", in a loop of unknown length"
+    else:
+        times = "" if count == 1 else f", {count} times"
     origin = ", ".join(filter(None, (collective.operation, collective.source)))
     sizes = f"{bytes_text(collective.bytes)}, sends {bytes_text(collective.bytes_sent)}"
     return f"  {collective.kind} over {over}, {sizes}{times}: {origin or collective.name}"
 
 
-def _at(row: ParameterRow | ActivationRow) -> str:
-    """Names an array with its shape."""
+def _array_text(row: ParameterRow | ActivationRow) -> str:
+    """Writes the name and the shape of an array."""
     name = row.name if isinstance(row, ActivationRow) else row.path
     return f"{name or 'the root'}, shape {row.shape}"

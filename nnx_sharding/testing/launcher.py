@@ -120,12 +120,13 @@ def _wait(
       (exit code, what happened). The code is -n for signal n, as in `subprocess`. The text is empty
       if the code is 0.
     """
-    ends = {pool.submit(worker.wait): rank for rank, worker in enumerate(workers)}
+    rank_of_wait = {pool.submit(worker.wait): rank for rank, worker in enumerate(workers)}
     limit = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
     try:
-        for end in as_completed(ends, limit):
-            if code := end.result():
-                return code, f"process {ends[end]} failed with {_reason(code)}"
+        for wait in as_completed(rank_of_wait, limit):
+            code = wait.result()
+            if code != 0:
+                return code, f"process {rank_of_wait[wait]} failed with {_reason(code)}"
     except TimeoutError:
         return 124, "timed out"  # the code of the command timeout
     return 0, ""

@@ -266,14 +266,15 @@ class RecordedStep:
             record_gradient = functools.partial(record, is_gradient=True)
             if not is_inexact(x):  # such an array has no gradient
                 return record_value(x)
-            identity = jax.custom_jvp(record_value)
-            identity.defjvp(
-                lambda primals, tangents: (
-                    record_value(*primals),
-                    _tangent_p.bind(*tangents, transpose=record_gradient),
-                )
-            )
-            return identity(x)
+
+            def record_both(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+                """The forward rule. The transpose of the tangent records the gradient."""
+                [x], [tangent] = primals, tangents
+                return record_value(x), _tangent_p.bind(tangent, transpose=record_gradient)
+
+            recorded_identity = jax.custom_jvp(record_value)
+            recorded_identity.defjvp(record_both)
+            return recorded_identity(x)
 
         # Modules in the tree are leaves, and stay as they are.
         return jax.tree.map(record_array, tree, is_leaf=_compat.is_graph_object)

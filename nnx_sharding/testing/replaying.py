@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..checkpoint import restore
-from ..errors import message
+from ..errors import raise_if_any
 from .arrays import arrays_of, unequal_arrays
 from .rounding import is_inexact
 
@@ -82,17 +82,17 @@ def replay(
         arrays = {key: np.array(array) for key, array in arrays_of(named).items()}
         if run == 1:
             first = arrays
-        elif lines := unequal_arrays(first, arrays):
+        else:
             head = f"run {run} of {name} is not equal bit for bit to the first:"
-            raise AssertionError(message(head, lines))
+            raise_if_any(AssertionError, head, unequal_arrays(first, arrays))
     if recorded is not None:
         # A log has Python's numbers. They get the types of the result, because numbers of different
         # types are not equal bit for bit.
         alike = jax.tree.map(lambda x, y: jnp.asarray(x, y.dtype), recorded, result)
         expected = arrays_of({"the result": alike})
-        if lines := unequal_arrays(_without_nan_bits(expected), _without_nan_bits(first)):
-            head = f"{name} repeats, but does not return what was recorded:"
-            raise AssertionError(message(head, lines))
+        differences = unequal_arrays(_without_nan_bits(expected), _without_nan_bits(first))
+        head = f"{name} repeats, but does not return what was recorded:"
+        raise_if_any(AssertionError, head, differences)
     return result
 
 

@@ -110,7 +110,7 @@ def assert_same(
         raise ValueError(f"assert_same: expected at least one of each, got {steps=}, {runs=}.")
     if devices is not None:
         options |= {"steps": steps, "runs": runs, "tolerance": tolerance}
-        mesh = _sized(mesh, devices)
+        _check_size(mesh, devices)
         call_with_devices(
             devices, assert_same, step, *args, shardings=shardings, mesh=mesh, **options
         )
@@ -176,13 +176,12 @@ class _Reference:
           tolerance: as for :func:`assert_same`.
         """
         device = mesh.devices.flat[0]
-        device_options = options | {
-            name: jax.tree.map(
-                lambda x: _on_device(x, device), options[name], is_leaf=lambda x: x is None
-            )
-            for name in ("in_shardings", "out_shardings")
-            if name in options
-        }
+        device_options = dict(options)
+        for name in ("in_shardings", "out_shardings"):
+            if name in options:
+                device_options[name] = jax.tree.map(
+                    lambda x: _on_device(x, device), options[name], is_leaf=lambda x: x is None
+                )
         device_mesh = _mesh_of_one(mesh, device)
         self._run = RecordedStep(step, device_mesh, device_options)
         self._args = copied(args)
@@ -223,10 +222,8 @@ def _with_devices(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> Mesh:
     return make_mesh(dict(mesh))
 
 
-def _sized(
-    mesh: Mesh | AbstractMesh | Mapping[str, int], devices: int
-) -> Mesh | AbstractMesh | Mapping[str, int]:
-    """Returns ``mesh`` as it is; raises a ValueError unless it takes this number of devices."""
+def _check_size(mesh: Mesh | AbstractMesh | Mapping[str, int], devices: int) -> None:
+    """Raises a ValueError unless a mesh takes this number of devices."""
     sizes = [*(mesh if isinstance(mesh, Mapping) else mesh.shape).values()]
     # An axis of size -1 takes the devices that the other axes leave, so nothing is checked then.
     if -1 not in sizes and np.prod(sizes) != devices:
@@ -234,7 +231,6 @@ def _sized(
             f"assert_same: devices={devices}, but the axes of the mesh have the sizes {sizes}. "
             "Pass the sizes of the whole mesh by name, as in mesh={'data': 64, 'model': 16}."
         )
-    return mesh
 
 
 def _mesh_of_one(mesh: Mesh | AbstractMesh, device: jax.Device) -> Mesh:

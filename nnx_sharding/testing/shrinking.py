@@ -54,12 +54,8 @@ def shrink(
         has_changed = False
         for name, size in _sizes(config).items():
             for divisor in _divisors(size, full_sizes[name]):  # ascending: the smallest comes first
-                try:  # the configuration may check its numbers, or compute a number from others
-                    smaller = _replaced(config, name, divisor)
-                    fits = _specs(build, smaller) == wanted
-                except Exception:  # the model may raise any error for sizes that do not fit
-                    fits = False
-                if fits:
+                smaller = _with_size(build, config, name, divisor, wanted)
+                if smaller is not None:
                     config, has_changed = smaller, True
                     on_change(f"{name} {size} to {divisor}")
                     break
@@ -70,6 +66,30 @@ def shrink(
         if size != values[name]
     ]
     return config, changes
+
+
+def _with_size(
+    build: Callable[[Any], tuple[Any, ...]],
+    config: Any,
+    name: str,
+    size: int,
+    wanted: Mapping[str, PartitionSpec],
+) -> Any:
+    """Returns a configuration with another size; None if not all arguments keep their specs.
+
+    Args:
+      build: makes a jitted step and its arguments from a configuration.
+      config: the configuration.
+      name: the name of the number that changes.
+      size: its new value.
+      wanted: the spec of each argument, by its expression.
+    """
+    try:
+        # The configuration may check its numbers, or compute a number from others.
+        smaller = _replaced(config, name, size)
+        return smaller if _specs(build, smaller) == wanted else None
+    except Exception:  # the model may raise any error for sizes that do not fit
+        return None
 
 
 def _specs(build: Callable[[Any], tuple[Any, ...]], config: Any) -> Mapping[str, PartitionSpec]:
