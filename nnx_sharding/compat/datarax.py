@@ -151,7 +151,9 @@ class ArraySharder(nnx.Module):
 
     def shard(self, batch: object, sharding: object) -> Any:
         """Shards the arrays of a batch by a sharding, or a pytree prefix of shardings."""
-        return self._counted(batch, self.shard_static(batch, sharding))
+        result = self.shard_static(batch, sharding)
+        self._count(batch)
+        return result
 
     @staticmethod
     def shard_static(batch: object, sharding: object) -> Any:
@@ -173,7 +175,9 @@ class ArraySharder(nnx.Module):
         also has ``bytes_per_device``, by the id of the device (in a trace: the position in the
         mesh).
         """
-        return self._counted(batch, self.shard_with_info_static(batch, sharding, info))
+        result = self.shard_with_info_static(batch, sharding, info)
+        self._count(batch)
+        return result
 
     @staticmethod
     def shard_with_info_static(
@@ -217,7 +221,9 @@ class ArraySharder(nnx.Module):
         # A new wrapper in each call causes no new trace, because JAX keeps traces with the
         # function.
         apply = shard_map(transform_fn, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs)
-        return self._counted(batch, apply(batch))
+        result = apply(batch)
+        self._count(batch)
+        return result
 
     parallel_transform = apply_parallel_transform
 
@@ -316,22 +322,22 @@ class ArraySharder(nnx.Module):
         self._applied_count[...] *= 0  # on the same devices, to avoid retraces
         self._skipped_count[...] *= 0
 
-    def _counted(self, batch: object, result: object) -> Any:
-        """Counts a batch as applied, or as skipped if it has no array; returns the result."""
+    def _count(self, batch: object) -> None:
+        """Counts a batch as applied, or as skipped if it has no array."""
         # Datarax counts a batch as skipped if it has nothing but texts.
         has_arrays = any(map(is_shardable, flatten(batch).leaves))
         counter = self._applied_count if has_arrays else self._skipped_count
         counter[...] += 1
-        return result
 
     def compute_statistics(self, data: object) -> Any:
         """Computes, keeps and returns statistics of a batch; None without ``batch_stats_fn``."""
         # The sharder's own module is called, because the module in the config is static and would
         # not be updated.
         function = self.batch_stats_module or self.config.batch_stats_fn
-        if function is not None:
-            self.set_statistics(function(data))
-        return self.get_statistics() if function is not None else None
+        if function is None:
+            return None
+        self.set_statistics(function(data))
+        return self.get_statistics()
 
     def get_statistics(self) -> Any:
         """Returns the statistics that were computed, set or precomputed last; None without any."""
