@@ -439,14 +439,9 @@ def analyze_sharding_strategy(
       of these over their maximum; ``partition_stats``, by spec the numbers of ``arrays`` and
       ``parameters``, ``bytes`` and ``bytes_per_device``.
     """
-    if isinstance(partition_specs, Mapping):
-        # The mapping may be a prefix of specs, {"up": P(), "down": P()} for a tree with these keys.
-        # Or it maps paths to specs, {"blocks/3/up/kernel": P()}. It maps paths if it has a key with
-        # a slash that is no key of the tree.
-        keys_of_tree = pytree if isinstance(pytree, Mapping) else {}
-        if any("/" in str(key) and key not in keys_of_tree for key in partition_specs):
-            exact = {f"^{re.escape(path)}$": spec for path, spec in partition_specs.items()}
-            partition_specs = from_rules(exact)
+    if isinstance(partition_specs, Mapping) and _has_paths(partition_specs, pytree):
+        exact = {f"^{re.escape(path)}$": spec for path, spec in partition_specs.items()}
+        partition_specs = from_rules(exact)
     mesh = _mesh_of("analyze_sharding_strategy", partition_specs, mesh)
     flat = flatten(pytree)
     # The arrays become abstract, so that `apply_shardings` changes only their shardings and moves
@@ -473,6 +468,16 @@ def analyze_sharding_strategy(
         "balance_score": mean / most if most else 1.0,
         "partition_stats": _sums_by_spec(rows),
     }
+
+
+def _has_paths(specs: Mapping[Any, Any], tree: object) -> bool:
+    """Whether a mapping is from paths to specs, such as ``{"blocks/3/up/kernel": P()}``.
+
+    It may also be a prefix of specs, ``{"up": P(), "down": P()}`` for a tree with these keys. So a
+    key is a path if it has a slash, and is no key of the tree.
+    """
+    keys_of_tree = tree if isinstance(tree, Mapping) else {}
+    return any("/" in str(key) and key not in keys_of_tree for key in specs)
 
 
 def _sums_by_spec(rows: Iterable[ParameterRow]) -> dict[Any, dict[str, int]]:

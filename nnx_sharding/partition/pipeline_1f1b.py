@@ -386,7 +386,9 @@ class OneForwardOneBackward:
                 outputs = parts.run_suffix(inputs | arrays)
                 return outputs[loss.returned[0]], outputs  # the first returned output is the loss
 
-            return jax.grad(value_and_outputs, has_aux=True)(_pick(inputs, differentiated))
+            differentiate = jax.grad(value_and_outputs, has_aux=True)
+            gradients, outputs = differentiate(_pick(inputs, differentiated))
+            return gradients, outputs
 
         # The gradients of split targets come back as shard sums, like those in `totals`.
         gradients, outputs = self._differentiate_by_shards(gradients_and_outputs, inputs, {})
