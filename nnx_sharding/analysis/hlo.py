@@ -332,7 +332,9 @@ def parse(text: str) -> Module:
     # The second is an abbreviation: ``fusion-start(%x), calls=%f`` → ``async-start(%x), calls=%a``,
     # and a computation ``a`` that has the fusion.
     if any(f" {kind}-start(" in text for kind in ABBREVIATED):
-        computations += [made for computation in [*computations] for made in spell_out(computation)]
+        for computation in [*computations]:
+            # `spell_out` rewrites the instructions in place, and returns new computations.
+            computations += spell_out(computation)
     title = re.search(r"^HloModule ([^\s,]+)", head, re.MULTILINE)
     return Module(title[1] if title else "", head, computations, tuple(skipped))
 

@@ -42,7 +42,7 @@ def file_path(path: str | os.PathLike[str]) -> Path:
 def unique_json(text: str | bytes) -> Any:
     """Reads JSON; raises a ValueError if an object has a key twice.
 
-    Such JSON is refused because other readers may use another one of the two values.
+    Such JSON is refused because readers differ in which of the two values they use.
     """
 
     def checked_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

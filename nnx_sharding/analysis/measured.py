@@ -100,12 +100,13 @@ def _events(profile: jax.profiler.ProfileData, name: str) -> Iterator[Event]:
         for line in plane.lines:
             for event in line.events:
                 stats = {key: value for key, value in event.stats if key in _STATS}
+                instruction = _TPU_OPERATION.match(event.name)  # None on CPUs and GPUs
                 if stats.get("hlo_module") == name:
                     # Without ``hlo_op`` the name is "None", and the caller finds no instruction.
                     operation = str(stats.get("hlo_op"))
                     device = stats.get("device_ordinal", plane.name)
-                elif line.name == "XLA Ops" and (match := _TPU_OPERATION.match(event.name)):
-                    operation, device = match[1], plane.name
+                elif line.name == "XLA Ops" and instruction is not None:
+                    operation, device = instruction[1], plane.name
                 else:
                     continue
                 call = stats.get("run_id")  # the same for all operations of one call

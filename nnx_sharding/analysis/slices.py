@@ -173,7 +173,7 @@ def groups_between(text: str, positions: Mapping[Position, int]) -> Placed:
     else:
         groups = [list(ids) for ids in number_lists(text.replace("->", ","))]
     devices = dict.fromkeys(device for group in groups for device in group)  # in order
-    in_mesh = devices.keys() <= positions.keys()  # the program may be of other devices
+    in_mesh = devices.keys() <= positions.keys()  # False if the program is for other devices.
     # Without positions in the mesh, any numbers do, because they only have to tell devices apart.
     numbering = positions if in_mesh else {device: n for n, device in enumerate(devices)}
     return Placed(tuple(tuple(numbering[d] for d in group) for group in groups), in_mesh)

@@ -198,7 +198,7 @@ def compare(old: Facts, new: Facts) -> list[str]:
     different = [label for label in after | before if before.get(label) != after.get(label)]
     unshared = old.arguments ^ new.arguments  # the arguments that only one call has
     explained = {*unshared}  # labels whose parts need no line
-    # The beginnings of the labels of these parts.
+    # All labels of parts of the explained labels begin with one of these texts.
     starts = [start for label in unshared for start in _below(label)]
     altered: list[str] = []
     for label in different:
@@ -209,8 +209,9 @@ def compare(old: Facts, new: Facts) -> list[str]:
             starts += _below(label)
         elif before[label].rest != after[label].rest:
             altered.append(label)
-    for label in reversed(altered):  # parts come before their wholes here
-        # A part that is explained explains why its whole was altered.
+    # In reversed order, parts come before their wholes. A part that is explained explains why its
+    # whole was altered.
+    for label in reversed(altered):
         if not any(part.startswith(_below(label)) for part in explained):
             explained.add(label)
     listed = explained - unshared
