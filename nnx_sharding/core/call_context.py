@@ -133,8 +133,8 @@ def _on_duration(event: str, duration_secs: float, **details: object) -> None:
     if caller is None or caller.plan is None:
         return
     plan = caller.plan
-    # Programs that move arguments to their shardings are not counted, though JAX compiles these in
-    # the same call.
+    # JAX reports the name of the function. Programs that move arguments to their shardings have
+    # other names, and are not counted, though JAX compiles these in the same call.
     if details.get("fun_name") not in (plan.fun_name, f"jit({plan.fun_name})"):
         return
     plan.reported[event] = duration_secs
@@ -225,8 +225,8 @@ def _warn_of_cache(plan: Plan, leaves: Arrays) -> None:
     from there later. The fault is in jaxlib; `CacheNotice` names the test that says when it is
     mended. Does nothing if the cache is off, on other platforms, or for one device.
     """
-    is_on = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
-    if not (CacheNotice.is_due and is_on and jax.default_backend() == "cpu"):
+    cache_is_on = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    if not (CacheNotice.is_due and cache_is_on and jax.default_backend() == "cpu"):
         return
     count, _ = _devices_of(plan, leaves)
     if count > 1:

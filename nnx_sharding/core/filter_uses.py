@@ -194,8 +194,9 @@ class FilterUse:
         for number, filter_ in enumerate(self.rules.filters):
             if number in self._matched:
                 continue
-            # Strategies list all paths, and a last filter for the rest may be left with nothing. It
-            # is not known which Variables a user's function is for.
+            # Filters of these kinds are no mistakes: strategies list all paths of a model, a last
+            # filter for the rest may be left with nothing, and nobody knows which Variables a
+            # user's function is for.
             is_for_the_rest = filter_ in (..., True, nnx.Everything())
             predicate = to_predicate(filter_)
             if isinstance(filter_, Paths) or is_for_the_rest or is_opaque(predicate):
