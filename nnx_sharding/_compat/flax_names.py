@@ -514,8 +514,7 @@ def iter_graph(root: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     while stack:
         path, part = stack.pop()
         impl = graphlib.get_node_impl(part)  # None for what Flax takes for a leaf
-        has_children = is_node(part) or not jax.tree_util.all_leaves([part])
-        if impl is not None and has_children:
+        if impl is not None and (is_node(part) or not jax.tree_util.all_leaves([part])):
             if id(part) in seen:  # shared, or in a cycle
                 continue
             seen.add(id(part))

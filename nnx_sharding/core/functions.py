@@ -22,7 +22,7 @@ import inspect
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 from .. import _compat
@@ -265,23 +265,30 @@ def note_captured_object(fun: Callable[..., Any], fun_name: str, error: Exceptio
     refused_ids = _refused_objects(error)
     if not refused_ids:
         return
-    # The names of refused objects in the modules that the function captures. The first one is
-    # enough for a message.
-    names = (
-        accessor(captured.name, path)
-        for captured in captured_values(fun)
-        if _compat.is_graph_object(captured.value)
-        for path, node in _compat.iter_graph(captured.value)
-        if id(node) in refused_ids
-    )
-    name = next(names, None)
+    name = _name_of_captured(fun, refused_ids)
     if name is None:
         return
-    text = f"This is {name}, which {fun_name} captures. Pass what a function changes as one of its "
-    text += "arguments."
+    text = (
+        f"This is {name}, which {fun_name} captures. Pass what a function changes as one of its "
+        "arguments."
+    )
     if text not in str(error):  # an inner function may have named the object already
         error.args = (f"{error}\n{text}", *error.args[1:])
         see(error, anchor="changed-from-outside-its-trace")
+
+
+def _name_of_captured(fun: Callable[..., Any], ids: Set[int]) -> str | None:
+    """Returns the expression for the first object with one of the ids in a captured module.
+
+    Returns None if the function captures no such object.
+    """
+    for captured in captured_values(fun):
+        if not _compat.is_graph_object(captured.value):
+            continue
+        for path, part in _compat.iter_graph(captured.value):
+            if id(part) in ids:
+                return accessor(captured.name, path)
+    return None
 
 
 def _refused_objects(error: Exception) -> set[int]:
