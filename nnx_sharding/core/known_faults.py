@@ -177,8 +177,12 @@ def path_of(eqns: Iterable[Any]) -> str:
 
     Returns "" if the names of the equations name no module.
     """
-    # A custom_jvp_call is left out, because the equations in it also have the names around it.
-    kept = [eqn for eqn in eqns if not eqn.primitive.name.startswith("custom_jvp")]
-    stacks = (str(eqn.source_info.name_stack) for eqn in kept)
-    parts = (part for stack in stacks for part in stack.split("/") if part and "(" not in part)
-    return ".".join(parts).replace(".[", "[")
+    names: list[str] = []
+    for eqn in eqns:
+        # A custom_jvp_call is left out, because the equations in it also have the names around it.
+        if eqn.primitive.name.startswith("custom_jvp"):
+            continue
+        # A name such as ``jit(step)`` is that of a transformed function, and no part of a path.
+        stack = str(eqn.source_info.name_stack).split("/")
+        names += [name for name in stack if name and "(" not in name]
+    return ".".join(names).replace(".[", "[")  # ``blocks.[0]`` becomes ``blocks[0]``
