@@ -310,7 +310,8 @@ def _abstracted(items: NodeItems, leaked: Sequence[int]) -> NodeItems:
       items: the attributes.
       leaked: the positions of the tracers among the values.
     """
-    form, values, is_data = items.form, list(items.values), list(items.form.is_data)
+    form = items.form
+    values, is_data = list(items.values), list(form.is_data)
     new_marks: dict[str, bool] = {}  # by name: True, for the statuses
     for position in leaked:
         if not isinstance(values[position], jax.Array):  # a jax.Ref

@@ -205,7 +205,8 @@ class FilterUse:
                 hint = f"; paths start at this argument, where {shorter_texts[number]} would match"
             else:
                 hint = spelling_hint(filter_, self._keys)
-            if hint or number in self._shadowed or (strict and names_paths(predicate)):
+            is_likely_mistake = bool(hint) or number in self._shadowed
+            if is_likely_mistake or (strict and names_paths(predicate)):
                 yield f"  {self.rules.names[number]}, for {join_paths([*self._arguments])}{hint}"
         if shorter_texts:
             yield f"  all paths there: {', '.join(shortened(map(path_string, self._paths)))}"
