@@ -125,16 +125,11 @@ def refuse_untyped(error: Exception, name: str, frame: Frame, inputs: object) ->
       frame: the call of the module.
       inputs: a pytree of the arguments of the call.
     """
-    module, method = frame.module, frame.method
+    module = frame.module
     values = [_compat.get_value(variable) for _, variable in own_variables(module)]
     avals = map(jax.typeof, arrays_in((inputs, values)))
     types = tuple(aval.str_short(short_dtypes=True) for aval in avals)  # for example, f32[8@data,4]
-    # The entry for the module: a spec alone is for the `__call__` of a layer.
-    entry: PartitionSpec | InOutSharding = _suggested_output(inputs)
-    if not is_layer(module):
-        entry = InOutSharding(entry, method=method, axis_types=AxisType.Auto)
-    elif method != "__call__":
-        entry = InOutSharding(entry, method=method)
+    entry = _suggested_declaration(frame, inputs)
     # The reason is the first sentence. Others tell how to use `out_sharding`, as the message does.
     reason = str(error).partition(". ")[0].partition("\n")[0]
     line = f"  {frame.tag.accessor}: {type(module).__name__} of {', '.join(types)}"
@@ -162,6 +157,19 @@ def refuse_untyped(error: Exception, name: str, frame: Frame, inputs: object) ->
     )
     # JAX's error is not shown before this one, because its first sentence is in the text.
     raise see(ActivationError(text), anchor="output-that-jax-cannot-shard") from None
+
+
+def _suggested_declaration(frame: Frame, inputs: object) -> PartitionSpec | InOutSharding:
+    """Returns what the user may declare for a method, so that it runs on Auto axes.
+
+    A spec alone is for the ``__call__`` of a layer.
+    """
+    output = _suggested_output(inputs)
+    if not is_layer(frame.module):
+        return InOutSharding(output, method=frame.method, axis_types=AxisType.Auto)
+    if frame.method != "__call__":
+        return InOutSharding(output, method=frame.method)
+    return output
 
 
 def _suggested_output(inputs: object) -> PartitionSpec:

@@ -334,14 +334,7 @@ class Scope:
         the sources that are declared for all arguments.
         """
         for_all = tuple(self._sources)
-        # A part is an object of an argument, such as a module; ``part.child`` is its index, and
-        # ``part.keys`` its path. The last item of a triple is declared for the part alone; for most
-        # parts it is None.
-        parts: list[tuple[Argument, ArgumentPart, ActivationSharding | None]] = []
-        for argument in self._plan.graph_arguments:
-            for part in argument.parts:
-                has_rules = isinstance(part.spec, StateSharding)  # a strategy returns one
-                parts.append((argument, part, part.spec.activations if has_rules else None))
+        parts = self._parts_of_arguments()
         # Explanations and records name modules by their tags, so they need tags as well.
         has_own_sources = any(own_source is not None for *_, own_source in parts)
         if not (for_all or self._observes or has_own_sources):
@@ -367,6 +360,21 @@ class Scope:
                 if schedule is not None:
                     # Each layer of a list may have the schedule, which runs at the list's path.
                     self._schedules[name, schedule.module_path(path)] = schedule
+
+    def _parts_of_arguments(
+        self,
+    ) -> list[tuple[Argument, ArgumentPart, ActivationSharding | None]]:
+        """Lists the parts of all arguments: (argument, part, what is declared for this part only).
+
+        A part is an object in an argument, such as a module: ``part.child`` is its index, and
+        ``part.keys`` its path. The last item is None for most parts.
+        """
+        parts: list[tuple[Argument, ArgumentPart, ActivationSharding | None]] = []
+        for argument in self._plan.graph_arguments:
+            for part in argument.parts:
+                has_rules = isinstance(part.spec, StateSharding)  # a strategy returns one
+                parts.append((argument, part, part.spec.activations if has_rules else None))
+        return parts
 
     def __call__(
         self, module: Any, method: str, call: Call, args: tuple[Any, ...], kwargs: Keywords

@@ -745,24 +745,28 @@ def _find_batch(arguments: Mapping[str, Any], differentiated: Collection[str]) -
             "modules, or is differentiated. Name those that are with batch=..."
         )
     batch_rows = set[int]().union(*(contents[name].row_counts for name in names))
-    # The rows of these arguments would be the same for all microbatches, so this is an error.
+    # The rows of these arguments would be the same for all microbatches, so this is an error. If
+    # there is no other batch, all of them may be it.
+    partly_batch = [name for name, rows in mixed.items() if not names or rows & batch_rows]
     raise_if_any(
         ValueError,
         "accumulate_gradients: these have the rows of the batch, and values without rows:",
-        [f"  {name}" for name, rows in mixed.items() if not names or rows & batch_rows],
+        [f"  {name}" for name in partly_batch],
         "Pass what has no rows as an argument of its own, or name the arguments that have the rows "
         "with batch=...",
     )
     # Without modules and Variables, a single differentiated argument holds the parameters.
     has_objects = any(x.has_modules or x.has_variables for x in contents.values())
     if len(differentiated) > 1 or has_objects:
+        with_rows = [name for name, rows in may_have_rows.items() if rows == batch_rows]
+        batch_option = names[0] if len(names) == 1 else tuple(names)
         raise_if_any(
             ValueError,
             "accumulate_gradients: these are differentiated, and have as many rows as the batch:",
-            [f"  {name}" for name, rows in may_have_rows.items() if rows == batch_rows],
+            [f"  {name}" for name in with_rows],
             "The gradients of all microbatches are added up, which those of other rows cannot be. "
             "If these are parameters, whose first dimension is as long by chance, pass "
-            f"batch={(names[0] if len(names) == 1 else tuple(names))!r}.",
+            f"batch={batch_option!r}.",
         )
     return names
 

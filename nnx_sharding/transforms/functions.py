@@ -63,13 +63,7 @@ class Functions(FunctionGroup):
         """
         wrong = [f"  {key}: {show(x)}" for key, x in functions.items() if not callable(x)]
         raise_if_any(TypeError, f"{name}: expected functions, got:", wrong)
-        # Each pair has a function in its class, and the tuple of the objects to which it is bound:
-        # for `model.loss`, `(Model.loss, (model,))`.
-        pairs = [
-            # A callable module is its class's ``__call__``, bound to the module.
-            (type(x).__call__, (x,)) if _compat.is_node(x) else unbind(x)
-            for x in functions.values()
-        ]
+        pairs = [_unbind_callable(x) for x in functions.values()]
         self.__name__ = name
         self.functions = tuple(function for function, _ in pairs)
         # Each bound object counts once, because several functions may be methods of one module.
@@ -97,6 +91,16 @@ class Functions(FunctionGroup):
 
     def __call__(self, *args: object) -> Any:  # noqa: D102
         return self.bind(0)(*args)
+
+
+def _unbind_callable(fun: Callable[..., object]) -> tuple[Function, tuple[Any, ...]]:
+    """Splits a callable into a function and the objects to which it is bound.
+
+    ``model.loss`` → ``(Model.loss, (model,))``; a callable module → ``(Model.__call__, (model,))``.
+    """
+    if _compat.is_node(fun):
+        return type(fun).__call__, (fun,)
+    return unbind(fun)
 
 
 def _signature(

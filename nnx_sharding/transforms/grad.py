@@ -188,11 +188,12 @@ def _make(
         to_predicate(wrt)  # raises a TypeError if it is not a filter
     # A string is a name, not a sequence of letters.
     is_single = not isinstance(argnums, Sequence) or isinstance(argnums, str)
-    keys_and_filters = tuple(
-        # A DiffState has a filter of its own.
-        (item.argnum, item.filter) if isinstance(item, nnx.DiffState) else (item, wrt)
-        for item in ([argnums] if is_single else argnums)
-    )
+    keys_and_filters = list[tuple[Any, Any]]()
+    for item in [argnums] if is_single else argnums:
+        if isinstance(item, nnx.DiffState):  # it has a filter of its own
+            keys_and_filters.append((item.argnum, item.filter))
+        else:
+            keys_and_filters.append((item, wrt))
     keys = [argument for argument, _ in keys_and_filters]
     is_valid = all(isinstance(key, int | str) for key in keys)
     has_duplicates = len({*keys}) < len(keys)
@@ -204,7 +205,11 @@ def _make(
     # The default may match nothing. Then the gradient is an empty state, as in Flax.
     must_match = wrt is not None and wrt is not nnx.Param
     transform = _Gradient(
-        name=name, wrt=keys_and_filters, is_single=is_single, must_match=must_match, **options
+        name=name,
+        wrt=tuple(keys_and_filters),
+        is_single=is_single,
+        must_match=must_match,
+        **options,
     )
 
     def decorate(function: Callable[..., object]) -> Any:

@@ -242,17 +242,16 @@ def _shard_alike(
             unlike_slots.add(slot)
             continue
         aligned[slot] = _shard_dimension(leaf, dimension, wanted_axes)
-    # An error shows all dimensions that are sharded, and those that cannot be sharded alike.
-    shown_slots = list[int]()
+    lines = []
     if unlike_slots:
-        shown_slots = [slot for slot in dimensions if slot in unlike_slots or mesh_axes[slot]]
+        # The error shows all dimensions that are sharded, and those that cannot be sharded alike.
+        for slot, dimension in dimensions.items():
+            if slot in unlike_slots or mesh_axes[slot]:
+                lines.append(f"  {names[slot]}, {type_text(leaves[slot])}, axis {dimension}")
     raise_if_any(
         ValueError,
         "vmap: the mapped dimensions of these arguments are sharded over different axes:",
-        [
-            f"  {names[slot]}, {type_text(leaves[slot])}, axis {dimensions[slot]}"
-            for slot in shown_slots
-        ],
+        lines,
         "Shard them alike before the call, as by nnx_sharding.reshard(x, spec).",
     )
     return tuple(aligned)
