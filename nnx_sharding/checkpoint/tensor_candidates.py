@@ -182,24 +182,37 @@ def candidates(
     if fused:
         known_sizes["part"] = len(fused.shapes)  # the array may have a dimension for the parts
     ways: list[Candidate] = []
-    for form, array_forms in _FORMS.items():
-        dimensions = _in_order(form, order)  # "(h d) in" → ["(h d)", "in"]
-        if not _may_split_heads(dimensions, convention):
-            continue
+    for dimensions, array_axes, is_usual in _forms(order, convention):
         # A tensor has its stacked dimensions in front.
         left = " ".join([*(stack.axis for stack in tensor_stacks), *dimensions])
-        for array_form in array_forms:
-            is_usual = _is_usual(array_form.split(), dimensions, convention)
-            # An array may have its stacked dimensions in any place.
-            for axes in _inserted(array_form.split(), [*array_stacks]):
-                for layout in _layouts(left, axes, target, fused):
-                    tensor = _tensor(layout, target, known_sizes, tensor_stacks)
-                    # None: an array of this shape cannot have the layout.
-                    if tensor is None or not _fits(tensor, shape, target):
-                        continue
+        # An array may have its stacked dimensions in any place.
+        for axes in _inserted(array_axes, [*array_stacks]):
+            for layout in _layouts(left, axes, target, fused):
+                tensor = _tensor(layout, target, known_sizes, tensor_stacks)
+                # None: an array of this shape cannot have the layout.
+                if tensor is not None and _fits(tensor, shape, target):
                     stacked_at = tuple(layout.axes.index(axis) for axis in array_stacks)
                     ways.append(Candidate(tensor, is_usual, stacked_at))
     return tuple(distinct(ways))
+
+
+def _forms(order: Order, convention: Convention) -> Iterator[tuple[list[str], list[str], bool]]:
+    """Yields all forms of a tensor and an array that names allow, without stacks and fused parts.
+
+    Args:
+      order: the order of the matrices in the file.
+      convention: the facts that names tell about the dimensions.
+
+    Yields:
+      The dimensions of the tensor, ``["(h d)", "in"]``; the axes of the array,
+      ``["in", "h", "d"]``; and whether these are the usual ones.
+    """
+    for form, array_forms in _FORMS.items():
+        dimensions = _in_order(form, order)
+        if _may_split_heads(dimensions, convention):
+            for array_form in array_forms:
+                axes = array_form.split()
+                yield dimensions, axes, _is_usual(axes, dimensions, convention)
 
 
 def distinct(ways: Iterable[Candidate]) -> list[Candidate]:

@@ -22,7 +22,8 @@ From other modules:
                kind, its part), for example (True, "weight", "q"). ``towers`` are words such as
                "encoder" for a half of the model
     read_name  returns the template of a name, and its numbers
-    settled    decides the parts of templates that depend on other names
+    with_settled_parts
+               decides the parts of templates that depend on other names
     Stacked    a dimension that only one side has, because the other side counts it by names
     FusedPart  one of the parts that the other side has fused, with the shapes of all parts
     FUSED      the parts of each fused part: "kv" → ("k", "v")
@@ -45,7 +46,7 @@ from .tensor_names import (
     QKV_BY_HEAD,
     Template,
     read_name,
-    settled,
+    with_settled_parts,
 )
 
 Numbers: TypeAlias = tuple[int, ...]
@@ -80,7 +81,7 @@ def grouped(shapes: Mapping[str, Shape]) -> list[Group]:
     # Some parts depend on other names, so they are decided when all names are known: `mlp.gate` is
     # a router next to experts that have gates, and a gate otherwise. The texts of templates stay
     # the same.
-    templates = settled([group.template for group in groups.values()])
+    templates = with_settled_parts([group.template for group in groups.values()])
     return [
         group._replace(template=template)
         for group, template in zip(groups.values(), templates, strict=True)

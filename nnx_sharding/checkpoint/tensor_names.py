@@ -206,7 +206,7 @@ def _part(words: Sequence[str], table: Iterable[tuple[str, str]]) -> str:
     return words[-1] if words else ""
 
 
-def settled(templates: Sequence[Template]) -> list[Template]:
+def with_settled_parts(templates: Sequence[Template]) -> list[Template]:
     """Returns the templates with the parts decided that depend on other templates of the same side.
 
     In a model with experts, ``mlp.gate`` is a router, which chooses experts. In a model without
@@ -223,18 +223,22 @@ def settled(templates: Sequence[Template]) -> list[Template]:
         """Whether layers of the template's half of the model have one of these parts."""
         return any((template.towers, part) in parts for part in other_parts)
 
+    def is_router(template: Template) -> bool:
+        """Whether a template whose part is "gate or router" is a router."""
+        # A router is outside of experts, in a model that has experts or other gates.
+        if template.is_in_expert:
+            return False
+        if not has_experts and not has_any(template, "gate", "gate_up"):
+            return False
+        # `mlp.gate` next to `mlp.up` is the gate for it, unless there is a `mlp.gate_proj`.
+        module = template.words[:-1]
+        return (module, "up") not in parts_of_modules or (module, "gate") in parts_of_modules
+
     result = []
     for template in templates:
         part = template.part
         if part == "gate or router":
-            # A router is outside of experts, in a model that has experts or other gates.
-            may_be_router = has_experts or has_any(template, "gate", "gate_up")
-            # `mlp.gate` next to `mlp.up` is the gate for it, unless there is a `mlp.gate_proj`.
-            module = template.words[:-1]
-            has_up = (module, "up") in parts_of_modules
-            is_gate_of_up = has_up and (module, "gate") not in parts_of_modules
-            is_router = may_be_router and not template.is_in_expert and not is_gate_of_up
-            part = "router" if is_router else "gate"
+            part = "router" if is_router(template) else "gate"
         elif part == "gate_up" and template.is_in_expert and experts_have_biases:
             part = GATE_UP_OF_EITHER_ORDER  # for example in gpt-oss
         elif template.words[-1] == "w1" and not has_any(template, "up"):
