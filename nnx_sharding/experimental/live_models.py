@@ -772,9 +772,33 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
     # A step may always take the bytes of the largest array, and 16 MiB. It may also take a
     # sixteenth of all bytes, so that many small arrays need about 16 steps at most.
     most_bytes = max(largest, total // 16, _SMALL)
-    # Goals of one kind, (devices of the program, whether its results are final), are split into
-    # batches, one for each step. The devices are None if there is no program. A step either moves
-    # all arrays that it builds or none, so the kind says whether results are final.
+    steps: list[_Step] = []
+    for devices, batch in _batches(goals, leaves, donate, most_bytes):
+        if devices is None:
+            steps.append(_Step(batch))
+        else:
+            steps += _programs(batch, leaves, largest)
+    return steps
+
+
+def _batches(
+    goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool, most_bytes: int
+) -> Iterator[tuple[Any, list[_Goal]]]:
+    """Splits arrays into batches of arrays that the same devices build and that may be in one step.
+
+    Args:
+      goals: the arrays of the target.
+      leaves: the arrays of the source, by slot.
+      donate: whether the source gives its arrays up.
+      most_bytes: the bytes of a batch in which arrays are freed after the step.
+
+    Yields:
+      The devices of the program that builds the arrays, None if there is no program; and the
+      arrays.
+    """
+    # Goals of one kind, (devices of the program, whether its results are final), are in the same
+    # batches. A step either moves all arrays that it builds or none, so the kind says whether
+    # results are final.
     batches_by_kind: dict[tuple[Any, bool], list[list[_Goal]]] = {}
     for goal in goals:
         # All sources of a goal are on the same devices (`_obstacles`).
@@ -788,14 +812,9 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
         if batches[-1] and batch_bytes + goal.nbytes > limit:
             batches.append([])
         batches[-1].append(goal)
-    steps: list[_Step] = []
     for (devices, _), batches in batches_by_kind.items():
         for batch in batches:
-            if devices is None:
-                steps.append(_Step(batch))
-            else:
-                steps += _programs(batch, leaves, largest)
-    return steps
+            yield devices, batch
 
 
 def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], largest: int) -> list[_Step]:
