@@ -148,10 +148,23 @@ class GlobalBatches(Iterator[Loaded]):
             return None
         if sharding.size == 0:  # this is the first batch that is not left out
             sharding.set_size(options.batch_size, rows, is_alone=options.is_alone)
+        return self._place(sharding, arrays, rows)
+
+    def _place(self, sharding: BatchSharding, arrays: Sequence[HostArray], rows: int) -> Any:
+        """Places a batch that was checked, as ``uneven`` says if it is not full; None to drop it.
+
+        Args:
+          sharding: the sharding of all batches, whose size is set.
+          arrays: the leaves of the batch.
+          rows: the number of rows that they have.
+
+        Raises:
+          ValueError: the batch has more rows than a full one, or may not be dropped.
+        """
         num_full = len(sharding.own_rows)
         if rows > num_full:
             raise ValueError(self._describe(rows, "more"))
-        if options.uneven == "pad":
+        if self._options.uneven == "pad":
             mask = np.arange(num_full) < rows  # (own rows,)
             return sharding.place(self._fill(arrays, rows, num_full), mask)
         if rows < num_full:

@@ -535,7 +535,8 @@ class Search:
         for (strategy, mesh, variant), names_by_rows in [*self._families.items()]:
             if not variant.arguments.rows:  # the arguments of this step have no batch
                 continue
-            while True:
+            is_ruled_out = True  # whether `add` has ruled out all candidates of the last batch
+            while is_ruled_out:
                 # 0 if this family has no chance to fit a larger batch than ``best``.
                 rows = self._next_rows(
                     names_by_rows, comparison=comparison, fitting=fitting, best=best
@@ -544,10 +545,9 @@ class Search:
                     break
                 # `add` changes `_families`, so the loop goes over a copy.
                 self.add(strategy, mesh, variant, rows)
-                # `add` leaves an empty list if it has ruled out all candidates, for example because
-                # their arguments alone exceed the memory. Then `_next_rows` may return fewer rows.
-                if names_by_rows.get(rows) != []:
-                    break
+                # The list is empty, for example, if arguments alone exceed the memory. Then
+                # `_next_rows` may return fewer rows.
+                is_ruled_out = names_by_rows.get(rows) == []
         for name in [*self.programs]:  # a copy, because `_rule_out` changes `programs`
             if self.entries[name].candidate.rows < best:
                 self._rule_out(name, f"a batch of {best} fits others")
