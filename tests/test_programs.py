@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import nnx_sharding
 from nnx_sharding import export
 from nnx_sharding.checkpoint import restore, save
+from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import abstract_init, sharded_init
 from nnx_sharding.placement import place
 from nnx_sharding.report import compare
@@ -117,7 +119,13 @@ def test_on_an_explicit_mesh(name, kind):
             step.trace(*arguments)
         assert "auto_axes=True" in info.value.__notes__[0]
         step = sharded_step(program, specs, mesh, auto_axes=True)
-    step.trace(*arguments)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UnshardedWarning)
+        step.trace(*arguments)
+    # The losses of language models are outside of them, so their logits are gathered.
+    gathered = [str(x.message) for x in caught if issubclass(x.category, UnshardedWarning)]
+    assert all("outside of modules get whole arrays" in text for text in gathered)
+    assert kind == "tensor" or not gathered
 
 
 @pytest.mark.slow
