@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import jit
+from nnx_sharding import Carry, jit, scan
 from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import fsdp, override, replicated, tensor_parallel, zero1
 from nnx_sharding.partition.variables import variables
@@ -386,6 +386,12 @@ class Heads:
     num_attention_heads: int = 8
 
 
+@dataclasses.dataclass(slots=True)
+class SlottedHeads:
+    heads: int = 8
+    kv_heads: int = 2
+
+
 @pytest.mark.parametrize(
     ("attributes", "split"),
     [
@@ -393,6 +399,8 @@ class Heads:
         ({"num_kv_heads": 2}, {"k_proj", "v_proj"}),
         ({"num_heads": 8, "head_dim": 8}, {"k_proj", "v_proj"}),
         ({"config": Heads()}, {"k_proj", "v_proj"}),
+        ({"c": SlottedHeads()}, {"k_proj", "v_proj"}),  # a dataclass by any name
+        ({"heads": 2, "kv_heads": 8}, {"q_proj"}),
         ({"num_kv_heads": 4}, set()),
         ({"head_dim": 4}, set()),
         ({"num_heads": 2, "num_kv_heads": 8}, {"q_proj"}),
@@ -545,3 +553,46 @@ def test_only_outputs_of_row_layers_are_sharded_by_the_sequence(make, rows):
     assert not tensor_parallel(model, mesh=mesh).activations.filters
     filters = tensor_parallel(model, mesh=mesh, sequence=True).activations.filters
     assert {path for filter_ in filters for path in filter_.paths} == rows
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_own_matrices_in_stacked_layers(axis, kind):
+    """By name and shape, they may be kernels to and from heads: a note says so, and `scan` too."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    dense = of_class("Dense", weight=(8, 8))
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.q_proj, self.o_proj = dense(rngs), dense(rngs)
+
+        def __call__(self, x):
+            return jnp.tanh(x @ self.q_proj.weight[...]) @ self.o_proj.weight[...]
+
+    def build():
+        return nnx.vmap(Block, out_axes=axis)(nnx.Rngs(0).split(4))
+
+    def apply(layers, x):
+        axes = (axis, Carry)
+        return scan(lambda layer, x: layer(x), in_axes=axes, out_axes=Carry)(layers, x)
+
+    model = nnx.eval_shape(build)
+    sharding = tensor_parallel(model, mesh=mesh)
+    notes = {row.path: row.reason for row in check_sharding(model, sharding, mesh).rows}
+    assert "taken as (in, heads, features)" in notes["q_proj/weight"]
+    assert "taken as (heads, features, out)" in notes["o_proj/weight"]
+    x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    # Each strategy's mistake is one of the two arrays, whose axis of layers "model" shards.
+    wrong = "o_proj" if axis == 0 else "q_proj"
+    step = jit(apply, in_shardings=(sharding, P("data")), mesh=mesh)
+    if kind is AxisType.Explicit:
+        with pytest.raises(ValueError, match=rf"layer\.{wrong}\.weight.*axis {axis}") as error:
+            step.lower(model, x)
+        assert "override(sharding, {path: spec})" in str(error.value)
+    else:  # the compiler gathers; numbers are right
+        step.lower(model, x).compile()
+    row = P(None, "model") if axis == 0 else P("model")
+    corrected = override(sharding, {"q_proj": P(None, None, "model"), "o_proj": row})
+    notes = {row.path: row.reason for row in check_sharding(model, corrected, mesh).rows}
+    assert not any(notes.values())
+    jit(apply, in_shardings=(corrected, P("data")), mesh=mesh).lower(model, x)

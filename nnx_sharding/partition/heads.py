@@ -20,9 +20,10 @@ From other modules: `axes_of` returns the mesh axes of an entry of a spec as a t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flax import nnx
@@ -35,7 +36,7 @@ from ..specs.types import AnyMesh
 from .variables import Listing, SpecsByPath
 
 # Names of attributes with the number of heads, or the size of a head, and of configurations.
-_NUM_QUERY_HEADS = re.compile("(num|n)_(attention_|query_|q_)?heads?")
+_NUM_QUERY_HEADS = re.compile("(num|n)_(attention_|query_|q_)?heads?|heads")
 _NUM_KEY_HEADS = re.compile("((num|n)_)?(kv|key_value|k|key)_heads?")
 _HEAD_SIZE = re.compile("head_(dim|size|features)")
 _CONFIGURATIONS = ("config", "cfg", "configuration", "args", "options")
@@ -126,16 +127,29 @@ def _num_heads(module: nnx.Module, name: str, size: int) -> int | None:
 def _numbers(module: nnx.Module) -> dict[str, int]:
     """Returns the positive integers in the attributes of a module and its configuration, by name.
 
-    A configuration is an attribute with one of the names in ``_CONFIGURATIONS``, such as
-    ``config``: a dict, or an object with attributes.
+    A configuration is an attribute that is a dataclass, or a dict or an object with one of the
+    names in ``_CONFIGURATIONS``, such as ``config``.
     """
     attributes = vars(module)
-    configurations: list[Any] = [attributes[name] for name in _CONFIGURATIONS if name in attributes]
+    configurations = [
+        value
+        for name, value in attributes.items()
+        if name in _CONFIGURATIONS
+        or (dataclasses.is_dataclass(value) and not isinstance(value, type | nnx.Module))
+    ]
     numbers = dict[str, int]()
     # The attributes of the module come last, because they override those of a configuration.
     for holder in (*configurations, attributes):
-        items = holder if isinstance(holder, Mapping) else getattr(holder, "__dict__", {})
-        for name, value in items.items():
+        for name, value in _items(holder):
             if type(value) is int and value > 0:  # `type` excludes True, which is an int as well
                 numbers[str(name)] = value
     return numbers
+
+
+def _items(holder: object) -> Iterable[tuple[Any, Any]]:
+    """Returns the items of a dict, or the attributes of an object with their names."""
+    if isinstance(holder, Mapping):
+        return holder.items()
+    if dataclasses.is_dataclass(holder):  # one with slots has no `__dict__`
+        return [(x.name, getattr(holder, x.name, None)) for x in dataclasses.fields(holder)]
+    return vars(holder).items() if hasattr(holder, "__dict__") else ()

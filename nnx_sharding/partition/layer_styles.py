@@ -62,6 +62,9 @@ class Style(NamedTuple):
     # The sharded dimension of each parameter, by its path in the layer. Dimensions are counted from
     # the end; None: the parameter is whole.
     dimensions: Mapping[str, int | None]
+    # What the dimensions of a kernel were taken for, if its name and their number alone tell it:
+    # ``(in, heads, features)``. Stacked layers that were not found would be wrongly taken so.
+    taken_as: str = ""
 
     @property
     def deciding(self) -> str:
@@ -476,9 +479,11 @@ def _kernel_styles(
     if len(shape) == 3 and _TO_HEADS.fullmatch(name):  # ``q_proj``: (in, heads, features)
         # A bias (heads, features) has the heads in dimension -2, as the kernel has them.
         head_biases = [other for other, other_shape in others.items() if other_shape == shape[1:]]
-        return [Style("heads", {parameter: -2, **dict.fromkeys(head_biases, -2)})]
+        sharded = {parameter: -2, **dict.fromkeys(head_biases, -2)}
+        return [Style("heads", sharded, taken_as="(in, heads, features)")]
     if len(shape) == 3 and _FROM_HEADS.fullmatch(name):  # ``o_proj``: (heads, features, out)
-        return [Style("row", {parameter: -3}), Style("row", {parameter: -2})]
+        taken_as = "(heads, features, out)"
+        return [Style("row", {parameter: d}, taken_as) for d in (-3, -2)]
     vector_sizes = {other: x[0] for other, x in others.items() if len(x) == 1}
     # A bias has the number of outputs as its size, which tells (out, in) from (in, out).
     sizes = {*vector_sizes.values()}

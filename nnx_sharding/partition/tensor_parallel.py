@@ -158,7 +158,9 @@ def tensor_parallel(
         activations = activations.extended({Paths(row_layers): by_position})
     if sharded.num_shards > 1:  # on one device nothing can be sharded
         _warn_of_large(parameters, notes, axes)
-    notes |= notes_of_split_heads(listing, specs, mesh)
+    # Notes of sharded parameters come last, because the warning takes parameters with a note for
+    # whole.
+    notes |= sharded.taken_as | notes_of_split_heads(listing, specs, mesh)
     remarks = remarks_on(
         specs, "tensor_parallel", base, parameters, axes, roles=sharded.roles, notes=notes
     )
@@ -173,6 +175,8 @@ class _ShardedLayers:
       roles: by the path of a parameter, the part of it that a device has, such as a ``column``.
       row_layers: the paths of layers whose outputs are sums over the axes, by the path of the
         deciding parameter. The rule of attention replaces the entries of its linear layers.
+      taken_as: by path, a note on each sharded kernel of three dimensions that only its name
+        explains.
 
     Its private attributes:
 
@@ -188,6 +192,7 @@ class _ShardedLayers:
         self._mesh, self._axes, self._before = mesh, axes, before
         self.specs, self.roles = dict(before), dict[Path, str]()
         self.row_layers = dict[Path, Path]()
+        self.taken_as = dict[Path, str]()
         self._covered = set[Path]()
         self._undivided = dict[Path, set[int]]()
 
@@ -229,9 +234,14 @@ class _ShardedLayers:
                 for parameter in parameters.values():
                     self._undivided[parameter.path] = undivided
             return
+        path = parameters[style.deciding].path
         if style.row_layer is not None:
-            path = parameters[style.deciding].path
             self.row_layers[path] = (*layer.path, *style.row_layer)
+        if style.taken_as:
+            self.taken_as[path] = (
+                f"taken as {style.taken_as} by its name; if a dimension is of stacked layers, give "
+                "it a spec by override(...)"
+            )
 
     def notes(self, parameters: Iterable[NamedVariable]) -> dict[Path, str]:
         """Returns notes for ``check_sharding``, by path: why a parameter stays replicated."""

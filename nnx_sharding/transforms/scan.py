@@ -64,6 +64,7 @@ from ..core.static_equality import Static
 from ..core.structure import RefEntry, VariableEntry, links_below
 from ..core.unflatten import Unflattened
 from ..errors import raise_if_any, see
+from ..specs.fitting import axes_of, describe
 from ..specs.types import BROADCAST, CARRY
 from . import prefetching
 from .carry_checks import check_carry, structure_changes, type_changes
@@ -438,6 +439,7 @@ class Loop:
           stacked arrays or last values here.
         """
         self._check_lengths(leaves)  # raises unless all mapped arrays have one length
+        self._check_unsharded(leaves)  # raises if a mapped array is sharded along its axis
         # The step captures leaves that JAX cannot carry, such as flags, in hashable form.
         captured = [slot for slot in self._others if not _can_carry(leaves[slot])]
         static = tuple((slot, Static.of(leaves[slot])) for slot in captured)
@@ -603,6 +605,27 @@ class Loop:
             ]
             head = "scan: everything mapped must have the same length:"
             raise_if_any(ValueError, head, lines)
+
+    def _check_unsharded(self, leaves: Sequence[object]) -> None:
+        """Raises a ``ValueError`` if an Explicit mesh axis shards the dimension of the steps.
+
+        All devices run each step, so JAX refuses such arrays, but without their names.
+        """
+        lines = []
+        for slot, axis in self._mapped.items():
+            aval = jax.typeof(leaves[slot])
+            sharding = getattr(aval, "sharding", None)  # a value of a hijax type may have none
+            if sharding is not None and axes_of(sharding.spec.partitions[axis]):
+                spec = describe(sharding.spec)
+                lines.append(f"  {self._names[slot]}{aval.shape}: {spec}, axis {axis}")
+        raise_if_any(
+            ValueError,
+            "scan: all devices run each step, but these arrays are sharded along the axis of the "
+            "steps:",
+            lines,
+            "Shard another dimension. A strategy that chose these specs has not found out that "
+            "layers of a class of yours are stacked: override(sharding, {path: spec}).",
+        )
 
     def _refuse_unknown_length(self) -> NoReturn:
         """Raises an error for a loop without a number of steps.
