@@ -597,6 +597,7 @@ def built(recipe, rngs, known):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::nnx_sharding.errors.UnusedFilterWarning")
+@pytest.mark.filterwarnings("ignore::nnx_sharding.errors.UnshardedWarning")  # of small models
 @settings(max_examples=25)
 @given(MODEL, st.sampled_from([kind for kind in KINDS if kind not in ("jax.eval_shape", "split")]))
 def test_strategies_of_any_model_do_not_need_its_data(recipe, kind):
