@@ -211,6 +211,142 @@ class ShardMapTest(parameterized.TestCase):
         assert "its replicas over 'data' are not equal" in text
 
 
+def scalar_loss(model, x):
+    return model.loss(x)
+
+
+class Loss(Block):
+    """A block whose loss is a method."""
+
+    def loss(self, x):
+        return (self(x) ** 2).mean()
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_a_method_that_returns_a_scalar(kind):
+    mesh = mesh_of((2, 4), AXES, kind)
+    specs = {"mesh": mesh, "shardings": (None, P("data"))}
+    if kind == "auto":
+        assert_same(scalar_loss, Loss(), X, steps=1, **specs)
+        text = message(scalar_loss, Loss(lambda x: x), X, **specs)
+        assert "model.down (Row) is the first module whose output differs" in text
+    else:
+        model = nnx.Dict(layer=nnx.Linear(16, 4, rngs=nnx.Rngs(0)))
+        model.layer.__class__ = type("Layer", (nnx.Linear,), {"loss": lambda s, x: s(x).sum()})
+        assert_same(lambda model, x: model.layer.loss(x), model, X, steps=1, **specs)
+
+
+def mapped(call, spec):
+    """A step in which each device calls a dropout for its shard; JAX does not check replicas."""
+
+    def step(model, x):
+        specs = {"in_specs": (P(), spec), "out_specs": spec, "check_vma": False}
+        return shard_map(call, **specs)(model, x)
+
+    return step
+
+
+def drop(model, x):
+    return model(x)
+
+
+def drop_own(axes):
+    """Drops other elements for each index along the axes."""
+
+    def drop(model, x):
+        key = jax.random.fold_in(model.rngs(), jax.lax.axis_index(axes))
+        return model(x, rngs=key)
+
+    return drop
+
+
+def drop_rows(axes):
+    """Drops elements of each row by a key of its own, in a `vmap`."""
+
+    def drop(model, x):
+        key = jax.random.fold_in(model.rngs(), jax.lax.axis_index(axes))
+        keys = jax.random.split(key, len(x))
+        return jax.vmap(lambda x, key: model(x, rngs=key))(x, keys)
+
+    return drop
+
+
+def drop_second(model, x):
+    key = jax.random.fold_in(model.rngs(), jax.lax.axis_index("data"))
+    return model(model(x, rngs=key))
+
+
+class OwnKeys(nnx.Dropout):
+    """A dropout whose key is known only inside of it."""
+
+    def __call__(self, x):
+        key = jax.random.fold_in(self.rngs(), jax.lax.axis_index("data"))
+        return super().__call__(x, rngs=key)
+
+
+class OneKey(nnx.Dropout):
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+BOTH = P("data", "model")
+MASKS = {  # what each device calls, the dropout, the spec of its input, and what the error says
+    "shared": (drop, nnx.Dropout(0.5), P("data"), r"the same .*, over 'data'\."),
+    "shared, few dropped": (drop, nnx.Dropout(0.05), P("data"), r"the same .*, over 'data'\."),
+    "shared, few kept": (drop, nnx.Dropout(0.95), P("data"), r"the same .*, over 'data'\."),
+    "shared by two axes": (drop, nnx.Dropout(0.5), BOTH, r"the same .*, over 'data' and 'model'\."),
+    "shared by one of two axes": (drop_own("data"), nnx.Dropout(0.5), BOTH, r"over 'model'\."),
+    "the second one shared": (drop_second, nnx.Dropout(0.5), P("data"), r"the same .* 'data'\."),
+    "zeros in the input": (
+        lambda model, x: drop(model, jax.nn.relu(x)),
+        nnx.Dropout(0.5),
+        P("data"),
+        r"the same .*, over 'data'\.",
+    ),
+    "shared in a subclass": (drop, OneKey(0.5), P("data"), r"the same .*, over 'data'\."),
+    "own": (drop_own("data"), nnx.Dropout(0.5), P("data"), ""),
+    "own, all dropped": (drop, nnx.Dropout(1.0), P("data"), ""),
+    "own in a subclass": (drop, OwnKeys(0.5), P("data"), ""),
+    "own, of two rows": (
+        drop_own("data"),
+        nnx.Dropout(0.5, broadcast_dims=(1,)),
+        P("data"),
+        "",
+    ),
+    "own in a vmap": (drop_rows("data"), nnx.Dropout(0.5), P("data"), ""),
+    "replicas": (drop, nnx.Dropout(0.5), P(), ""),
+    "unequal replicas": (
+        drop_own(("data", "model")),
+        nnx.Dropout(0.5),
+        P("data"),
+        r"drops other elements of replicas, over 'model'\.",
+    ),
+    "unequal replicas over two axes": (
+        drop_own(("data", "model")),
+        nnx.Dropout(0.5),
+        P(),
+        r"drops other elements of replicas, over 'data' and 'model'\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    """Keys are compared, so no mask is too small, and none is equal by chance."""
+    call, dropout, spec, expected = MASKS[name]
+    # Each call needs a stream of keys.
+    model = type(dropout)(dropout.rate, broadcast_dims=dropout.broadcast_dims, rngs=nnx.Rngs(0))
+    x = jnp.tile(X, (4, 1)) if "subclass" in name else X[:4, :8]
+    x = x + jnp.arange(x.size).reshape(x.shape)[::-1] / 1000  # rows differ
+    step, options = mapped(call, spec), {"mesh": MESH, "shardings": (P(), spec)}
+    if expected:
+        assert re.search(
+            rf"model \({type(model).__name__}\) .*{expected}", message(step, model, x, **options)
+        )
+    else:
+        assert_same(step, model, x, steps=1, **options)
+
+
 def one_when_sharded():
     """1 on the mesh of several devices, 0 on that of one."""
     return float(jax.sharding.get_abstract_mesh().shape["data"] > 1)
@@ -253,11 +389,56 @@ def test_wrong_arrays(name):
     assert re.search(expected, message(step, X, mesh=DATA, shardings=(P("data"),)))
 
 
+class Returns(nnx.Module):
+    """A module whose method returns what is no array with dimensions."""
+
+    def __call__(self, x):
+        key = jax.random.key(0)
+        results = x.sum(), (x > 0).sum(), x[:, :0], key, jax.random.split(key, 2), None
+        return x, results, x.astype(bool).all()
+
+
+def on_one_axis(x):
+    """The same module in a `shard_map`, where devices have shards of their own."""
+
+    def on_shards(x):
+        y, (total, *_), _ = Returns()(x)
+        return y, jax.lax.psum(total, "data"), Returns()(x[:, :0])[0]
+
+    specs = {"in_specs": P("data"), "out_specs": (P("data"), P(), P("data"))}
+    return jax.shard_map(on_shards, **specs)(x)
+
+
+FACTORS = {  # sizes of the mesh, a factor, and what the error says
+    "one axis": ({"a": 4}, 4, "once too often over 'a'$"),
+    "two explanations": ({"a": 2, "b": 4}, 4, "once too often over 'b', or twice over 'a'$"),
+    "equal axes": ({"a": 2, "b": 2}, 2, "once too often over 'a', or over 'b'$"),
+    "both axes": ({"a": 2, "b": 4}, 8, "over 'a' and 'b', or 3 times over 'a'$"),
+    "too small": ({"a": 2, "b": 4}, 1 / 2, "2 times too small: not summed, or .* over 'a'$"),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors(name):
+    """A factor names all sums that can make it, because the number does not tell which it was."""
+    sizes, factor, expected = FACTORS[name]
+    mesh = mesh_of((*sizes.values(),), (*sizes,))
+
+    def step(x):
+        size = jax.sharding.get_abstract_mesh().size
+        return x * (factor if size > 1 else 1)
+
+    text = message(step, X, mesh=mesh, shardings=(P("a"),))
+    assert re.search(expected, text.splitlines()[-1])
+
+
 RIGHT = {
     "NaN": (lambda x: jnp.where(x < 0, jnp.nan, x), X),
     # Rounded up, its input has no root.
     "NaN by a rounding error": (lambda x: jnp.sqrt(1 - x), jnp.ones(8)),
     "donation": (lambda x: x + 1, X),
+    "results without dimensions": (lambda x: Returns()(x), X),
+    "results without dimensions on shards": (on_one_axis, X),
 }
 
 
@@ -385,8 +566,9 @@ def test_runs_are_compared_in_the_order_of_execution(differing, expected):
     modules = "model.first (Linear)", "model.last (Linear)"
     sites = [Site(module, "output", (), i, [], []) for i, module in enumerate(modules)]
     keys = [(number, backward) for number in range(2) for backward in (False, True)]
-    first = Outcome({}, sites, {key: {(): [np.zeros(1)]} for key in keys})
-    second = Outcome({}, sites, {key: {(): [np.full(1, float(key in differing))]} for key in keys})
+    first = Outcome({}, sites, {key: {(): [np.zeros(1)]} for key in keys}, {})
+    changed = {key: {(): [np.full(1, float(key in differing))]} for key in keys}
+    second = Outcome({}, sites, changed, {})
     assert unequal_runs(first, second) == [f"  {expected} differs first"]
 
 

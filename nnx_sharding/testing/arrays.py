@@ -136,7 +136,9 @@ def _joined(shards: np.ndarray[Any, Any], layout: Sequence[int | None]) -> np.nd
         position = len(layout) + dimension - 1
         whole = np.moveaxis(whole, mesh_axis, position)
         # Both are merged, and the mesh axis stays with size 1: (…, 1, …, n · size, …).
-        merged = [*whole.shape[:position], -1, *whole.shape[position + 2 :]]
+        # The size is not left to `reshape`, which cannot infer it for an empty array.
+        size = whole.shape[position] * whole.shape[position + 1]
+        merged = [*whole.shape[:position], size, *whole.shape[position + 2 :]]
         whole = np.expand_dims(whole.reshape(merged), mesh_axis)
     return whole
 

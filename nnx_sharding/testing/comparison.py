@@ -2,12 +2,14 @@
 
 The records of one call of the step (`Outcome`, in `recording.py`) are compared in the order in
 which the modules ran, backwards for gradients, so the first difference is where the error is. A
-*site* is an array that a call of a module takes or returns (``side`` "input" or "output"; "mask" is
-what a dropout keeps). Sites have numbers in the order of execution. ``start`` is the number of the
-first site of the call, and ``axes`` are the Manual mesh axes, along which each device has a value
-of its own. ``values`` maps ``(number, backward)`` to the values of each device, where ``backward``
-is True for the gradients of the site. Each device has a list of values, because a call in a loop
-takes and returns several.
+*site* is an array that a call of a module takes or returns (``side`` "input" or "output"), or the
+draws of a dropout ("key" or "mask"). Sites have numbers in the order of execution. ``start`` is the
+number of the first site of the call, and ``axes`` are the Manual mesh axes, along which each device
+has a value of its own. ``values`` maps ``(number, backward)`` to the values of each device, where
+``backward`` is True for the gradients of the site. Each device has a list of values, because a call
+in a loop takes and returns several. ``draws`` maps the number of a site to the `Draw` records of
+each device in the same way: ``source`` is the random key, or the mask where the key is unknown, and
+``input`` the array whose elements are dropped.
 
 An array may differ by its *limit*, the sum of two errors: `Rounding` derives the rounding error of
 the array's own last sum, and `Spread` measures how the errors of earlier values move the array.
@@ -26,7 +28,9 @@ the shape of the array.
 
 from __future__ import annotations
 
+import collections
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
@@ -44,11 +48,11 @@ from .arrays import (
     numbers,
     unequal_arrays,
 )
-from .recording import RESULT, Outcome
+from .recording import RESULT, Outcome, Site
 from .rounding import QUANTILE, SAMPLES, Rounding
 
-# Two equal masks count as one mask if different keys would give equal masks with this probability
-# at most.
+# Two equal masks of which the keys are unknown count as one mask if different keys would give equal
+# masks with this probability at most.
 _CHANCE = 1e-6
 # The index of a shard in its array, and its numbers.
 _Shard: TypeAlias = tuple[Any, np.ndarray[Any, Any]]
@@ -111,13 +115,10 @@ class Spread:
         return float(self._mean_squares.get(key, 0.0) ** 0.5)
 
 
-class _MaskPair(NamedTuple):
-    """The masks of one dropout on two devices: which elements it keeps."""
-
-    module: str
-    axes: list[str]  # the Manual axes along which the two devices have different indices
-    masks: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
-    has_equal_inputs: bool
+# Mesh axes along which two devices have different indices.
+_Axes: TypeAlias = "frozenset[str]"
+# The bytes of the sources of draws → the bytes of the inputs that each is used for.
+_Uses: TypeAlias = "dict[bytes, set[bytes]]"
 
 
 class Comparison:
@@ -329,12 +330,12 @@ class Comparison:
         """Returns the error of the first wrong value of a site, or of its first value.
 
         A site in a loop has several values. The result is None if the errors are unknown: the site
-        is a mask, the two steps have different sites or recorded different numbers of values, or no
-        layout of the shards has the shape of the value on one device.
+        is one of draws, the two steps have different sites or recorded different numbers of values,
+        or no layout of the shards has the shape of the value on one device.
         """
         site, on_device = self._on_mesh.sites[number], self._on_device.sites[number]
         is_same_site = (site.module, site.side) == (on_device.module, on_device.side)
-        if site.side == "mask" or not is_same_site:
+        if not is_same_site:
             return None
         key = number, backward
         # The keys are the indices of the devices along the Manual axes, sorted: (0, 0), (0, 1), …
@@ -377,33 +378,37 @@ class Comparison:
         for index, (x, *parts) in enumerate(zip(expected, *shards, strict=True)):
             stacked = np.array([*map(numbers, parts)])  # (devices, shape of a shard…)
             # (size of each Manual axis…, shape of a shard…)
-            by_axis = stacked.reshape(*axis_sizes, *stacked.shape[1:])
+            by_axis = stacked.reshape((*axis_sizes, *stacked.shape[1:]))
             distance = distance_of_shards(numbers(x), by_axis)
             if distance is None:  # no layout of these shards has the shape of `x`
                 return []
             errors.append(_Error(distance, self._limit(x, (*key, index))))  # a key of `Spread`
         return errors
 
-    def has_masks(self) -> bool:
-        """Whether a dropout drew a mask on each device."""
-        return any(site.side == "mask" for site in self._on_mesh.sites)
+    def has_draws(self) -> bool:
+        """Whether a dropout has drawn a mask on each device."""
+        return bool(self._on_mesh.draws)
 
     def shared_masks(self) -> list[str]:
         """Lists each dropout that drops the same elements of shards with different inputs."""
-        axes_by_module = {}  # the axes of the last pair of devices that shares masks
-        for pair in self._mask_pairs():
-            kept_share = np.mean(pair.masks[0])
-            # Masks from different keys are equal with this probability, because both keep or both
-            # drop each element. Small masks are often equal by chance, so they prove nothing.
-            chance = (kept_share**2 + (1 - kept_share) ** 2) ** np.size(pair.masks[0])
-            if np.array_equal(*pair.masks) and chance <= _CHANCE and not pair.has_equal_inputs:
-                axes_by_module[pair.module] = pair.axes
+        axes_by_module: dict[str, list[_Axes]] = defaultdict(list)
+        for site, axes, uses, other_uses in self._pairs_of_devices():
+            # Keys are never equal by chance, but small masks often are, so they prove nothing.
+            sources = {
+                source
+                for source in uses.keys() & other_uses.keys()
+                if site.side == "key" or _chance_of_equal(source) <= _CHANCE
+            }
+            if any(uses[source] != other_uses[source] for source in sources):
+                axes_by_module[site.module].append(axes)
         text = "drops the same elements of shards with different inputs, over"
-        remedy = "Give each its own key: jax.random.fold_in(key, jax.lax.axis_index(...))."
-        return [
-            f"  {module} {text} {' and '.join(map(repr, axes))}.\n    {remedy}"
-            for module, axes in axes_by_module.items()
-        ]
+        lines = []
+        for module, found in axes_by_module.items():
+            names = _fewest(found, self._mesh)
+            index = f"jax.lax.axis_index({repr(names[0]) if len(names) == 1 else tuple(names)})"
+            remedy = f"Give each its own key: jax.random.fold_in(key, {index})."
+            lines.append(f"  {module} {text} {' and '.join(map(repr, names))}.\n    {remedy}")
+        return lines
 
     def masks_of_replicas(self, dropping: Outcome) -> list[str]:
         """Describes the first dropout with unequal masks, and each array with unequal replicas.
@@ -422,39 +427,63 @@ class Comparison:
             if text:
                 differing.append(f"  {name}: {text}")
         # Only dropouts with equal inputs count, because different inputs make replicas differ too.
-        unequal = [
-            pair
-            for pair in self._mask_pairs()
-            if pair.has_equal_inputs and not np.array_equal(*pair.masks)
-        ]
-        if not differing or not unequal:
+        axes_by_module: dict[str, list[_Axes]] = defaultdict(list)
+        for site, axes, uses, other_uses in self._pairs_of_devices():
+            inputs, other_inputs = (set[bytes]().union(*x.values()) for x in (uses, other_uses))
+            if inputs == other_inputs and uses != other_uses:
+                axes_by_module[site.module].append(axes)
+        if not differing or not axes_by_module:
             return []
-        first = unequal[0]
-        axes = " and ".join(map(repr, first.axes))
-        text = f"  {first.module} drops other elements of replicas, over {axes}."
+        module, found = next(iter(axes_by_module.items()))
+        axes_text = " and ".join(map(repr, _fewest(found, self._mesh)))
+        text = f"  {module} drops other elements of replicas, over {axes_text}."
         remedy = "Give replicas the same key: fold in only the axes over which inputs differ."
         return [f"{text}\n    {remedy}", *differing]
 
-    def _mask_pairs(self) -> Iterator[_MaskPair]:
-        """Yields the masks of each dropout on each two devices, in the order of execution.
+    def _pairs_of_devices(self) -> Iterator[tuple[Site, _Axes, _Uses, _Uses]]:
+        """Yields what each two devices draw in a dropout, in the order of execution.
 
-        A mask says which elements are kept. The mask has a site of its own, the next one after the
-        site of the dropout's input.
+        Yields:
+          (the site of the draws, the Manual axes along which the two devices have different
+          indices, the draws of the one, those of the other).
         """
-        for (number, backward), masks in sorted(self._on_mesh.values.items()):
+        for number, draws in sorted(self._on_mesh.draws.items()):
             site = self._on_mesh.sites[number]
-            if backward or site.side != "mask":
-                continue
-            inputs = self._on_mesh.values[number - 1, False]
-            for device, other in itertools.combinations(masks, 2):
+            uses_by_device: dict[tuple[int, ...], _Uses] = {}
+            for device, records in draws.items():
+                uses: _Uses = defaultdict(set)
+                for draw in records:  # A call in a loop has several.
+                    uses[draw.source.tobytes()].add(draw.input.tobytes())
+                uses_by_device[device] = uses
+            for device, other in itertools.combinations(uses_by_device, 2):
                 # A device is named by its indices along the Manual axes, such as (0, 1).
                 indices = zip(site.axes, device, other, strict=True)
-                yield _MaskPair(
-                    module=site.module,
-                    axes=[axis for axis, i, j in indices if i != j],
-                    masks=(np.array(masks[device]), np.array(masks[other])),
-                    has_equal_inputs=np.array_equal(inputs[device], inputs[other]),
-                )
+                axes = frozenset(axis for axis, i, j in indices if i != j)
+                yield site, axes, uses_by_device[device], uses_by_device[other]
+
+
+def _chance_of_equal(mask: bytes) -> float:
+    """Returns the probability that masks from different keys are equal, for the bytes of one."""
+    kept = np.frombuffer(mask, bool)
+    if not kept.size:
+        return 1.0
+    share = float(kept.mean())
+    # Both masks keep an element, or both drop it.
+    return float((share**2 + (1 - share) ** 2) ** kept.size)
+
+
+def _fewest(found: Sequence[_Axes], mesh: Mesh) -> list[str]:
+    """Returns the axes that explain pairs of devices, in the order of the mesh.
+
+    Devices that differ along 'data' and 'model' say no more than devices that differ along 'data'
+    alone, if there are such pairs. So a set of axes that contains another one does not count.
+
+    Args:
+      found: for each pair of devices, the axes along which they differ.
+      mesh: the mesh.
+    """
+    smallest = [axes for axes in found if not any(other < axes for other in found)]
+    return [axis for axis in mesh.axis_names if any(axis in axes for axes in smallest)]
 
 
 def _closest(
@@ -512,20 +541,54 @@ def _multiple(
     if x.shape != expected.shape or not np.isfinite(x).all() or not np.isfinite(expected).all():
         return ""
     largest = np.abs(expected).max(initial=0)
-    axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     # Few axes come first, because they are the simplest explanation.
-    for count in range(1, len(axes) + 1):
-        for chosen in itertools.combinations(axes, count):
-            factor = int(np.prod([mesh.shape[axis] for axis in chosen]))
-            names = " and ".join(map(repr, chosen))
+    for count in range(1, len(sizes) + 1):
+        for chosen in itertools.combinations(sizes, count):
+            factor = math.prod(sizes[axis] for axis in chosen)
             # A factor multiplies the error of the array as well, so the limit grows with it.
             if largest_difference(x, factor * expected) <= factor * limit:
-                return f"; {factor} times as large: summed once too often over {names}"
+                explanation = f"summed once too often {_sums_of(factor, sizes)}"
+                return f"; {factor} times as large: {explanation}"
             # The limit has to be below the largest element, because otherwise zeros would pass for
             # the array divided by any factor.
             if largest_difference(x * factor, expected) <= factor * limit < largest:
-                return f"; {factor} times too small: not summed over {names}, or divided twice"
+                explanation = f"not summed, or divided twice, {_sums_of(factor, sizes)}"
+                return f"; {factor} times too small: {explanation}"
     return ""
+
+
+# The most sums over axes in one explanation of a factor.
+_MAX_SUMS = 3
+
+
+def _sums_of(factor: int, sizes: Mapping[str, int]) -> str:
+    """Lists the mesh axes over which sums can make a factor, such as 4 on a mesh of 2 × 4.
+
+    The text is then ``over 'model', or twice over 'data'``, because the number alone does not tell
+    which one it was. Few sums come first.
+
+    Args:
+      factor: the product of the sizes of some axes.
+      sizes: the sizes of the mesh axes, by name.
+    """
+    explanations = []
+    most = max(_MAX_SUMS, len(sizes))
+    for count in range(1, most + 1):
+        for axes in itertools.combinations_with_replacement(sizes, count):
+            if math.prod(sizes[axis] for axis in axes) == factor:
+                explanations.append(collections.Counter(axes))
+    # Each axis once is simpler than one axis several times.
+    explanations.sort(key=lambda times: max(times.values()))
+    texts = []
+    for times in explanations:
+        parts = []
+        for count in sorted({*times.values()}):
+            names = " and ".join(repr(axis) for axis in times if times[axis] == count)
+            prefix = {1: "", 2: "twice "}.get(count, f"{count} times ")
+            parts.append(f"{prefix}over {names}")
+        texts.append(" and ".join(parts))
+    return ", or ".join(texts)
 
 
 def unequal_runs(first: Outcome, second: Outcome) -> list[str]:
@@ -539,8 +602,8 @@ def unequal_runs(first: Outcome, second: Outcome) -> list[str]:
     numbers_of_sites = range(len(first.sites))
     order = [(i, False) for i in numbers_of_sites] + [(i, True) for i in reversed(numbers_of_sites)]
     for key in order:
-        first_values = first.values.get(key, {})  # by device; empty if the site has no gradient
-        second_values = second.values.get(key, {})
+        first_values = _records(first, *key)  # by device; empty if the site has no gradient
+        second_values = _records(second, *key)
         # A device that recorded nothing in the second run differs. No device records values in the
         # second run alone, because the program is the same.
         if any(
@@ -551,3 +614,11 @@ def unequal_runs(first: Outcome, second: Outcome) -> list[str]:
             what = "gradient" if backward else site.side
             return [f"  the {what} of {site.module} differs first", *lines]
     return lines
+
+
+def _records(outcome: Outcome, number: int, backward: bool) -> dict[tuple[int, ...], list[Array]]:
+    """Returns the values of a site, or the arrays of its draws, by device; empty for none."""
+    records: Mapping[tuple[int, ...], Any] = outcome.values.get((number, backward), {})
+    if not backward:
+        records = records or outcome.draws.get(number, {})
+    return {device: jax.tree.leaves(arrays) for device, arrays in records.items()}

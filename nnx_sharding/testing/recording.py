@@ -4,7 +4,8 @@ Callbacks in the program keep what a module takes and returns. Gradients are kep
 of a primitive for the tangents (`_tangent_p`), which a ``custom_jvp`` binds. `comparison` compares
 the records of one device with the records of a mesh. Each array that a call takes or returns is a
 *site*, and values are kept by the number of their site. On Manual axes, as in a ``shard_map``, each
-device has a value of its own. Otherwise a site has one value for the whole array.
+device has a value of its own. Otherwise a site has one value for the whole array. A dropout on
+Manual axes has one more site, of its draws: the random key, and the input that it is used for.
 
 A *handler* finds the calls of modules: within `with_handler`, a call of a method goes to the
 handler instead. `jit` has a handler of its own. It constrains activations, and sets ``FRAME`` to
@@ -43,7 +44,7 @@ from ..core.constrain import type_spec
 from ..specs.fitting import axes_of_type
 from ..specs.paths import accessor, path_string
 from ..transforms.jit import jit
-from .arrays import arrays_of
+from .arrays import arrays_of, raw
 from .rounding import Rounding, is_inexact, rounded
 
 # This primitive is the identity on tangents. Its transpose passes the gradient through a function.
@@ -60,15 +61,28 @@ RESULT = "the result"  # the name of what a step returns, next to the names of i
 # The values of a site on each device, in the order of the calls. Keys are the number of the site
 # and whether it is the gradient; a device is named by its indices along the site's Manual axes.
 Values: TypeAlias = "dict[tuple[int, bool], dict[tuple[int, ...], list[np.ndarray[Any, Any]]]]"
-# What the callbacks of each site got: an array, and the indices of its device.
-Kept: TypeAlias = "dict[tuple[int, bool], list[tuple[jax.Array, tuple[jax.Array, ...]]]]"
+# The draws of a dropout on each device, by the number of their site, and by device as in `Values`.
+Draws: TypeAlias = "dict[int, dict[tuple[int, ...], list[Draw]]]"
+# What the callbacks of each site got: an array or a `Draw`, and the indices of its device.
+Kept: TypeAlias = "dict[tuple[int, bool], list[tuple[Any, tuple[jax.Array, ...]]]]"
+
+
+class Draw(NamedTuple):
+    """What decides which elements a call of a dropout drops, and the array that it drops them of.
+
+    Both are in one record, because callbacks of the elements of a `vmap` have no order.
+    """
+
+    source: Any  # the words of the key, or the mask where the key is unknown
+    input: Any
 
 
 class Site(NamedTuple):
     """An array that a call of a module takes or returns."""
 
     module: str  # an expression and the class: ``model.blocks[0].up (Linear)``
-    side: str  # "input", "output", or "mask" of a dropout
+    # "input" or "output"; "key" or "mask" for the draws of a dropout, by their source.
+    side: str
     axes: tuple[Any, ...]  # the Manual axes, along which each device has its own value
     start: int  # the number of the first site of the same call, which identifies the call
     # What the call gets, for an error: ``kernel: f32[8,16] P('data')``. All sites of a call share
@@ -86,6 +100,7 @@ class Outcome(NamedTuple):
     arrays: dict[str, Any]  # the returned arrays and the arguments' arrays, by expression
     sites: list[Site]
     values: Values
+    draws: Draws
 
 
 class RecordedStep:
@@ -157,10 +172,15 @@ class RecordedStep:
         jax.block_until_ready(arrays)
         jax.effects_barrier()
         values: Values = defaultdict(lambda: defaultdict(list))  # by site, by device
-        for site, pairs in self._kept.items():
-            for x, indices in pairs:
-                values[site][tuple(map(int, indices))].append(np.asarray(x))
-        return Outcome(arrays, self._sites, values)
+        draws: Draws = defaultdict(lambda: defaultdict(list))  # by site, by device
+        for (number, is_gradient), records in self._kept.items():
+            for x, indices in records:
+                device = tuple(map(int, indices))
+                if isinstance(x, Draw):
+                    draws[number][device].append(Draw(*map(np.asarray, x)))
+                else:
+                    values[number, is_gradient][device].append(np.asarray(x))
+        return Outcome(arrays, self._sites, values, draws)
 
     def arrays(
         self, args: tuple[Any, ...], more: Mapping[str, Any] | None = None
@@ -198,15 +218,15 @@ class RecordedStep:
             # From here on the call uses the recorded arrays, because their gradients would not be
             # recorded otherwise.
             args, kwargs = self._record_arrays(site, (args, kwargs))
+            key = _dropout_key(module, kwargs)  # read first, because the call changes the count
             out = call(*args, **kwargs)
             if isinstance(module, nnx.Dropout) and site.axes:
                 # On Manual axes each device draws its own mask, so the result cannot be that of one
-                # device. The mask is recorded, and the input returned instead.
+                # device. The draw is recorded, and the input returned instead.
                 [x] = arrays_in(args[:1] or kwargs["inputs"])  # the only array that it takes
                 is_deterministic = out is x
                 if not is_deterministic:
-                    kept = out != 0  # a zero in the input counts as dropped
-                    self._record_arrays(site._replace(side="mask"), kept)
+                    self._record_draw(site, module, key, x, out)
                     out = out if self._is_dropping else x
             return self._record_arrays(site._replace(side="output"), out)
 
@@ -236,6 +256,29 @@ class RecordedStep:
             if not is_parameter(variable):
                 site.states.append(accessor(path_of_module, path))
         return site
+
+    def _record_draw(
+        self, site: Site, module: nnx.Dropout, key: jax.Array | None, x: jax.Array, out: jax.Array
+    ) -> None:
+        """Records what decides which elements a call of a dropout drops, as a site of its own.
+
+        Args:
+          site: the site of the call.
+          module: the dropout.
+          key: the words of its key; None if they are unknown, so that the mask is recorded.
+          x: its input.
+          out: what it returns.
+        """
+        if module.rate == 1:  # It drops all elements, and draws nothing.
+            return
+        source = key
+        if source is None:
+            kept = out != 0  # a zero in the input counts as dropped
+            # Elements along these dimensions are dropped together, so they count once.
+            source = kept.any(tuple(module.broadcast_dims), keepdims=True)
+        number = len(self._sites)
+        self._sites.append(site._replace(side="mask" if key is None else "key"))
+        self._record(Draw(source, x), site.axes, number, is_gradient=False)
 
     def _record_arrays(self, site: Site, tree: Any) -> Any:
         """Returns the same tree, whose arrays and their gradients the program records.
@@ -280,12 +323,12 @@ class RecordedStep:
         return jax.tree.map(record_array, tree, is_leaf=_compat.is_graph_object)
 
     def _record(
-        self, x: jax.Array, axes: tuple[Any, ...], number: int, *, is_gradient: bool
+        self, x: jax.Array | Draw, axes: tuple[Any, ...], number: int, *, is_gradient: bool
     ) -> None:
         """Adds a callback to the program that keeps an array of each device in ``_kept``.
 
         Args:
-          x: the array.
+          x: the array, or a draw.
           axes: the Manual axes, along which each device has an array of its own; along all other
             axes, the callback gets the whole array once.
           number: the number of the site.
@@ -318,6 +361,30 @@ class RecordedStep:
         # without.
         error = jax.pure_callback(relative_error, jax.ShapeDtypeStruct((), jnp.float32))
         return rounded(x, error)
+
+
+def _dropout_key(module: nnx.Module, kwargs: Mapping[str, Any]) -> jax.Array | None:
+    """Returns words that tell the key of a dropout's call from others, before the call.
+
+    Two calls draw the same key if these words are equal: those of the key that is passed, or of the
+    stream's key and its count. The result is None for a module that is no dropout, without a key,
+    and if a subclass has a ``__call__`` of its own, which may use any key.
+
+    Args:
+      module: the module.
+      kwargs: the keyword arguments of its call.
+    """
+    owner = next((cls for cls in type(module).__mro__ if "__call__" in vars(cls)), None)
+    if not isinstance(module, nnx.Dropout) or owner is not nnx.Dropout:
+        return None
+    rngs = kwargs.get("rngs")
+    rngs = module.rngs if rngs is None else rngs
+    if isinstance(rngs, nnx.Rngs):
+        rngs = rngs[module.rng_collection]
+    if isinstance(rngs, nnx.RngStream):
+        key, count = rngs.key[...], rngs.count[...]
+        return jnp.append(raw(key), count)  # flat
+    return raw(rngs) if isinstance(rngs, jax.Array) else None
 
 
 def _add_input(site: Site, label: str, x: Any) -> None:

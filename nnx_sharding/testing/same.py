@@ -63,8 +63,10 @@ def assert_same(
     Arrays may differ by the rounding error of their type and of the longest sum in the step, and by
     what such errors in inputs and modules change on one device. In a ``shard_map``, devices may
     draw dropout masks of their own, which one device cannot repeat: ``nnx.Dropout`` returns its
-    input there, and only its masks are checked. It is an error if it drops the same elements of
-    different shards, or other elements of replicas so that what is declared replicated is not.
+    input there, and only its keys are checked. It is an error if it drops the same elements of
+    different shards, or other elements of replicas so that what is declared replicated is not. The
+    key in a subclass with its own ``__call__`` is unknown: masks are compared there, and equal ones
+    count as shared if they are too large to be equal by chance.
 
     Args:
       step: a function that is not jitted, such as a training step, or the call of a model. It takes
@@ -140,7 +142,7 @@ def assert_same(
             # Shared masks come first, because they can be the cause of differences.
             lines = comparison.shared_masks() or comparison.differences()
             # Masks of replicas come last, because to check them takes another run.
-            if not lines and comparison.has_masks():
+            if not lines and comparison.has_draws():
                 with _compat.without_compiler_warnings():
                     lines = comparison.masks_of_replicas(run_dropping(dropping_args))
             head = f"{place} is not the same on {mesh.size} devices:"
