@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -418,7 +419,13 @@ class CommandTest(parameterized.TestCase):
         data = self.folder / "plan.json"
         code, out, error = self.run_command(*words, "--devices", "8", "--json", data)
         assert (code, error) == (0, "")
-        assert "\nbest: dp, data 8\n  mesh = make_mesh({'data': 8})\n" in out
+        recipe = (
+            "from nnx_sharding import jit, make_mesh, replicated\n  mesh = make_mesh({'data': 8})\n"
+        )
+        assert f"\nbest: dp, data 8\n  {recipe}" in out.replace(
+            "from jax.sharding import PartitionSpec as P\n  ", ""
+        )
+        assert "\nwhy not:\n  fsdp, data 8: " in out
         assert [*Comparison.load(data).reports] == ["dp, data 8", "fsdp, data 8"]
         donated = *words, "--devices", "8", "--donate", "model", "--json", data
         code, _, error = self.run_command(*donated)
@@ -430,7 +437,9 @@ class CommandTest(parameterized.TestCase):
         }
         limits = "--mesh", "data=4", "--memory-limit", "100 KiB"
         code, _, error = self.run_command(*words, *limits)
-        assert code == 1 and error.startswith("best: none fits; one of these would:\n  ")
+        assert code == 1 and error.startswith(
+            "best: none fits; by estimates, one of these may:\n  "
+        )
         code, _, error = self.run_command(*words, "--mesh", "data=4", "--memory-limit", "1 KiB")
         assert code == 1 and error.startswith("plan: no candidate can fit:\n  dp, data 4: the arg")
         code, out, error = self.run_command("plan", f"{self.path}:forward", *words[2:])
@@ -447,6 +456,28 @@ class CommandTest(parameterized.TestCase):
         assert "devices: 4 × cpu → 32 × cpu" in out and "mesh: data 4 → data 32" in out
         assert "memory of one device\n  arguments: " in out
         assert self.run_command("diff", before, before)[:2] == (0, "no changes\n")
+
+    def test_diff_of_plans_names_the_best(self):
+        """Plans for other numbers of devices have no name in common."""
+        report = ProgramReport.load(self.reports()[0])
+        large = dataclasses.replace(report, memory=dataclasses.replace(report.memory, peak=2**40))
+        plans = {
+            "four": {"fsdp, data 4": report},
+            "eight": {"fsdp, data 8": report},
+            "none": {"dp, data 8": large},
+        }
+        for name, reports in plans.items():
+            Comparison(reports, 2**30).save(self.folder / f"{name}.json")
+
+        def head(before, after):
+            files = (self.folder / f"{name}.json" for name in (before, after))
+            code, out, error = self.run_command("diff", *files)
+            assert error == "" and code == int(before != after)
+            return re.sub(r": (measured|roofline|sent|peak) .*", "", out).split("\n")[:2]
+
+        assert head("four", "eight") == ["best before: fsdp, data 4", "best after: fsdp, data 8"]
+        assert head("none", "eight") == ["best before: none fits", "best after: fsdp, data 8"]
+        assert head("four", "four") == ["no changes", ""]
 
     def test_diff_fails_above(self):
         before, after = self.reports()

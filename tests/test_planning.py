@@ -44,6 +44,7 @@ from nnx_sharding.planning.memory import memory_need
 from nnx_sharding.planning.plan import PlanningResult
 from nnx_sharding.planning.predictions import predict, products_of
 from nnx_sharding.planning.prepare import prepare
+from nnx_sharding.planning.remedies import remedies
 from nnx_sharding.planning.variants import (
     variants_of,
     with_less_memory,
@@ -499,6 +500,8 @@ def test_arguments_of_all_kinds():
             {"strategies": "tensor + tensor"},
         ),
         (ValueError, "at least one variant", {}, {}),
+        (ValueError, r"as in \('data', 'model'\).*; got \('a',\)\.", train_step, {"axes": ("a",)}),
+        (ValueError, r"got \('a', 'a'\)|got \{", train_step, {"axes": ("a", "a")}),
         (
             ValueError,
             "no candidate can fit.*the arguments take",
@@ -835,17 +838,7 @@ def test_the_recipe_is_the_program(name, tmp_path):
     options = OPTIONS | {"donate_argnums": 0, "strategies": strategies, "variants": variants}
     best = plan(step, *args, devices=8, most=2, cache_dir=tmp_path, **options).best
     names = dict(zip(step.__code__.co_varnames, args, strict=False))
-    made = {
-        **vars(partition),
-        **vars(experimental),
-        "jit": jit,
-        "AxisType": AxisType,
-        "functools": functools,
-        "P": P,
-        "offload": offload,
-        "with_remat": with_remat,
-    }
-    exec(best.recipe, made := {**made, **names, step.__name__: step})
+    exec(best.recipe, made := {**names, step.__name__: step})  # all else, the recipe imports
     program = made["step"].lower(*args)
     assert (tmp_path / f"{fingerprint(program, made['mesh'])}.json").exists()
     assert made["mesh"] == best.mesh
@@ -1093,6 +1086,7 @@ def test_what_the_compiler_refuses_does_not_fit(monkeypatch, tmp_path):
         assert {*refused.candidates} == {*found.candidates}
         assert refused.best == found.best
         assert any("does not fit: " in line for line in refused.explained())
+        assert " does not fit: " in str(refused) and " failed: " not in str(refused)
         if limit == limits[0]:
             assert "remat=True" in refused.best.variant
         elif error == REFUSED:  # which does not say what is needed
@@ -1122,6 +1116,121 @@ def test_arguments_that_do_not_fit_say_what_would():
     # Of all that is sharded, each device has its part; the limit was not reached with half of them.
     assert 0.9 * read_bytes(need[1]) * 8 / least < read_bytes(more[2]) < 100 * 1024
     assert 1.1 * read_bytes(need[1]) * 8 / (least / 2) > 100 * 1024
+
+
+def out_of_memory(rest):
+    """The failure of a program that needs so many GiB besides its arguments."""
+    error = TEMPORARIES.format(rest=f"{rest}G")
+    return Failure(error, jax.errors.JaxRuntimeError(error))
+
+
+@pytest.mark.parametrize(
+    ("rows", "rests", "limit", "lines"),
+    [
+        # A device computes one row at once: no microbatches, devices or smaller batch change that.
+        (8, {1: 4}, 2, []),
+        (16, {2: 4}, 2, []),
+        # Two rows at once: half of it at best.
+        (16, {1: 4}, 1, []),
+        (
+            16,
+            {1: 4},
+            3,
+            [
+                "16 devices, fsdp, data 16: about 2.00 GiB on each, if",
+                "2 microbatches of accumulate_gradients: about 2.00 GiB on each, if",
+                "a batch of 8 rows: about 2.00 GiB on each, if",
+            ],
+        ),
+        # Fewer rows on a device leave fewer microbatches of as many rows at once.
+        (16, {1: 8, 2: 4}, 3, []),
+        (32, {1: 8, 4: 4}, 3.5, []),
+        # A row costs half a GiB, by the difference of two programs.
+        (64, {2: 4, 4: 3}, 2, []),
+        (
+            64,
+            {2: 4, 4: 3},
+            2.6,
+            [
+                "16 devices, fsdp, data 16: about 2.50 GiB on each",
+                "8 microbatches of accumulate_gradients: about 2.50 GiB on each",
+                "a batch of 32 rows: about 2.50 GiB on each",
+            ],
+        ),
+        # Without microbatches that divide the rows of a device, 12 rows on 4 devices.
+        (24, {3: 4}, 2, []),
+    ],
+)
+def test_what_may_fit_is_possible(rows, rests, limit, lines):
+    model, optimizer, _ = program("mlp")
+    x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+    options = {"devices": 8, "strategies": "fsdp", "quiet": True, "memory_limit": f"{limit} GiB"}
+    variants = {"microbatches": [*rests], "remat": [False]}
+    blocks = stack(MLP, 2, rngs=nnx.Rngs(0))  # `remat` is chosen, so it is no remedy
+    args = (model, optimizer, x, nnx.eval_shape(lambda: blocks))
+    step = lambda model, optimizer, x, blocks, microbatches: model(x)  # noqa: E731
+    search = searched(step, args, variants=variants, **options)
+    reports = {
+        name: out_of_memory(rests[entry.variant.chosen["microbatches"]])
+        for name, entry in search.entries.items()
+    }
+    first, *others = remedies(search, reports)
+    assert first.endswith("(by the compiler's error)")
+    assert len(others) == len(lines)
+    for line, start in zip(others, lines, strict=True):
+        assert line.startswith(start) and ("if all but" in line) == start.endswith("if"), line
+
+
+def test_what_remat_saves_is_not_known():
+    _, _, x = program("transformer")
+
+    def line(remat):
+        blocks = nnx.eval_shape(lambda: stack(Block, 2, rngs=nnx.Rngs(0), remat=remat))
+        step = lambda blocks, x: blocks(x)  # noqa: E731
+        options = {"devices": 8, "strategies": "dp", "memory_limit": "1 GiB", "quiet": True}
+        search = searched(step, (blocks, x), **options)
+        lines = remedies(search, {name: out_of_memory(4) for name in search.entries})
+        return [line for line in lines if line.startswith("remat")]
+
+    [text] = line(remat=False)
+    assert text.endswith(
+        "saves a part of the 4.00 GiB besides the arguments, which is not estimated"
+    )
+    assert line(remat=True) == []
+
+
+@pytest.mark.parametrize(("rows", "counts"), [(8, []), (16, [2]), (24, []), (32, [2, 4])])
+def test_microbatches_that_devices_cannot_have_are_not_tried(rows, counts):
+    """Each of 8 devices divides its own rows."""
+    model, optimizer, _ = program("mlp")
+    x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+    options = {"devices": 8, "strategies": "fsdp", "quiet": True, "memory_limit": "1 GiB"}
+    search = searched(accumulating, (model, optimizer, x), **options)
+    [name] = search.programs
+    search.programs.clear()  # it was started
+    search.pick({name: out_of_memory(4)})
+    assert [*search.entries] == [name, *(f"{name}, microbatches={count}" for count in counts)]
+
+
+def test_what_microbatches_send_is_predicted():
+    """Sharded parameters are sent for each of them, gradients of others once for the batch.
+
+    The bytes of compiled programs have these ratios. The second time of ``predicted`` adds what is
+    sent to the first, unless sending takes longest.
+    """
+    options = {"devices": 8, "strategies": ["dp", "zero1", "fsdp"], "quiet": True}
+    options |= {"variants": {"microbatches": [1, 4]}, "hardware": "TPU v5e"}
+    search = searched(accumulating, program("mlp"), **options)
+    sent = {name: entry.prediction.sent_within for name, entry in search.entries.items()}
+    for strategy, ratio in {"dp": 1, "zero1": 1, "fsdp": 4}.items():
+        one, four = (sent[f"{strategy}, data 8, microbatches={n}"] for n in (1, 4))
+        assert four == pytest.approx(ratio * one, rel=0.05)
+    found = plan(accumulating, *program("mlp"), time_limit=0, **options)
+    for name, (hidden, not_hidden) in found.predicted.items():
+        seconds = search.entries[name].seconds
+        sending = seconds["interconnect"]
+        others = max(seconds["compute"], seconds["memory"])
+        assert (hidden, not_hidden) == (max(others, sending), others + sending)
 
 
 @pytest.mark.usefixtures("compile_here")
@@ -1346,4 +1455,31 @@ def test_each_warning_once():
     assert len(found.comparison.compiled) == 2
     texts = [str(warning.message) for warning in caught]
     assert len({*texts}) == len(texts) > 0
+    # Those of the best are warnings, behind its name; those of the other are below its reason.
+    assert all(text.startswith(f"plan: {found.best.name}: ") for text in texts)
     assert {warning.filename for warning in caught} == {__file__}
+    assert {*found.warned} == {*found.candidates}
+    assert "    warning: " in "\n".join(found.explained())
+
+
+@pytest.mark.usefixtures("compile_here")
+@pytest.mark.filterwarnings("error")
+def test_a_candidate_that_loses_gives_no_warning():
+    """Its heads are six, which four devices do not divide."""
+
+    class Heads(MLP):
+        def __init__(self, rngs):
+            super().__init__(rngs, 1024, 1024)
+            self.q_proj = nnx.LinearGeneral(1024, (6, 256), use_bias=False, rngs=rngs)
+
+    model = nnx.eval_shape(lambda: Heads(nnx.Rngs(0)))
+    x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
+    meshes = [{"data": 8}, {"data": 2, "model": 4}]
+    options = {"strategies": ["dp", "dp + tensor", "fsdp + tensor"], "hardware": "TPU v5e"}
+    step = lambda m, x: (m(x) + m.q_proj(x).sum()).sum(1)  # noqa: E731
+    found = plan(step, model, x, meshes=meshes, **options)
+    assert found.best.name == "dp, data 8"
+    # Both chains have the warning, although their call of the strategy is the same.
+    losing = {*found.candidates} - {found.best.name}
+    assert {*found.warned} == losing and len(losing) == 2
+    assert all("q_proj" in text for texts in found.warned.values() for text in texts)

@@ -89,6 +89,9 @@ def test_the_compiler_is_missing(plan, capsys):
     assert main(["inspect", f"{plan}:forward", "--topology", "v5e:4x4", "--mesh", "data=16"]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("inspect: the topology 'v5e:4x4' needs the TPU compiler")
+    assert '--mesh data=64 --hardware "TPU v5e" instead of --topology.' in line
+    assert main(["plan", f"{plan}:forward", "--topology", "v5e:4x4"]) == 1
+    assert ' --devices 64 --hardware "TPU v5e" instead' in capsys.readouterr().err
 
 
 def test_slices_need_a_topology(plan, capsys):

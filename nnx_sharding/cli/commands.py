@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis.program import ProgramReport
+from ..analysis.units import bytes_text, time_text
 from ..report.changes import by_strategy, diff
-from ..report.comparison import load, why_unknown
+from ..report.comparison import Column, Comparison, load, why_unknown
 from ..testing import launch
 from .options import UsageError, count, percentage, say, seconds
 from .programs import add_outputs, write
@@ -54,14 +55,14 @@ def _add_diff(subparsers: Any) -> None:
     """Adds the parser of ``diff``."""
     parser = subparsers.add_parser(
         "diff",
-        help="show what changed between two reports or comparisons",
-        description="Shows what changed between two files that inspect or compare wrote with\n"
-        "--json: memory, cost, collectives and the shardings of arguments.",
+        help="show what changed between two reports, comparisons or plans",
+        description="Shows what changed between two files that inspect, compare or plan wrote\n"
+        "with --json: the best candidate, memory, cost, collectives, shardings of arguments.",
         epilog=_DIFF,
     )
     parser.set_defaults(run=run_diff)
     add = parser.add_argument  # once for each option below
-    add("before", metavar="BEFORE.json", help="the report or comparison before")
+    add("before", metavar="BEFORE.json", help="the report, comparison or plan before")
     add("after", metavar="AFTER.json", help="the one after, of the same kind")
     text = "leave out figures that changed by no more than this, up or down (default: 0%%)"
     add("--threshold", type=percentage, default=0.0, metavar="PERCENT", help=text)
@@ -106,7 +107,10 @@ def run_diff(arguments: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
     # The changes are written before the exit code is known, because they are shown in any case.
-    write(arguments, changes)
+    head = _best_changed(before, after) if changes else ""
+    if head and arguments.json != "-":
+        say(head)
+    write(arguments, changes, head=head)
     if arguments.fail_above is None:
         return int(bool(changes))
     # Each failure has its strategy. Changes that --threshold leaves out above count here, too.
@@ -122,6 +126,41 @@ def run_diff(arguments: argparse.Namespace) -> int:
         lines = (f"  {name}: {failure}" if name else f"  {failure}" for name, failure in failures)
         say("\n".join([head, *lines]), error=True)
     return int(bool(failures))
+
+
+def _best_changed(before: ProgramReport | Comparison, after: ProgramReport | Comparison) -> str:
+    """Returns lines with the best strategy or candidate before and after; "" for single reports.
+
+    The names of candidates have the mesh, so two plans for different devices have no common name,
+    and their figures are in no other line.
+    """
+    if not isinstance(before, Comparison) or not isinstance(after, Comparison):
+        return ""
+    texts = _best_text(before), _best_text(after)
+    if texts[0] == texts[1]:
+        return f"best: {texts[0]}, as before"
+    return f"best before: {texts[0]}\nbest after: {texts[1]}"
+
+
+def _best_text(comparison: Comparison) -> str:
+    """Returns the best of a comparison with its figures: "fsdp, data 8: peak 2 GiB, …".
+
+    The best has the shortest time among those that fit, measured or else estimated. Without any
+    time, it sends least, as in a plan.
+    """
+    columns: tuple[Column, ...] = ("measured", "roofline", "bytes_sent")
+    names = (comparison.best(column) for column in columns)
+    best = next((name for name in names if name is not None), None)
+    if best is None:
+        return "none fits" if comparison.reports else "none was compiled"
+    figures = comparison.figures[best]
+    texts = []
+    for column in (*columns, "peak"):
+        figure = figures[column]
+        if figure is not None:
+            show = bytes_text if column in ("bytes_sent", "peak") else time_text
+            texts.append(f"{column.replace('bytes_sent', 'sent')} {show(figure)}")
+    return f"{best}: {', '.join(texts)}"
 
 
 def run_launch(arguments: argparse.Namespace) -> int:

@@ -37,7 +37,7 @@ import contextlib
 import inspect
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -52,6 +52,7 @@ from ..analysis.json_codec import file_path, json_text
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
 from ..core.publishing import write_file
+from ..errors import warnings_collected
 from ..partition.mesh import on_topology, planning_mesh
 from ..planning.candidates import OVER_DATA, STYLES, checked_strategies
 from ..planning.plan import PlanningResult, plan
@@ -480,12 +481,13 @@ def _show_plan(arguments: argparse.Namespace, result: PlanningResult) -> int:
         title = "Plan: none fits" if result.comparison.reports else "Plan: none was compiled"
     # The page says in any case what was tried: `explained` returns the summary, and the reasons why
     # other candidates are worse.
-    write(arguments, result.comparison, title, head="\n".join(result.explained()))
-    summary = "\n".join(result.summary())
+    explained = "\n".join(result.explained())
+    write(arguments, result.comparison, title, head=explained)
     if best is None:
-        say(summary, error=True)
+        # The table says of each candidate that it does not fit, so the reasons are left out.
+        say("\n".join(result.summary()), error=True)
     elif arguments.json != "-":  # with `--json -`, nothing but the JSON is printed
-        say(summary)
+        say(explained)
     return int(best is None)
 
 
@@ -589,11 +591,26 @@ def _make_plan(arguments: argparse.Namespace, target: str, value: object) -> Pla
         "measure",
     ):  # fmt: skip
         options[name] = getattr(arguments, name)
-    with user_code(f"what {target} returned cannot be planned"):
+    with user_code(f"what {target} returned cannot be planned"), _warnings_said():
         try:
             return plan(step, *args, **options)
         except ValueError as error:  # the text of `plan` already says what is wrong
             raise UserError(str(error).removeprefix("plan: ")) from error
+
+
+@contextlib.contextmanager
+def _warnings_said() -> Iterator[None]:
+    """Prints the warnings of this library in the block as texts, at its end.
+
+    No line of the user has called the library, so the warnings have no line to point at.
+    """
+    collected: list[tuple[Any, str]] = []
+    try:
+        with warnings_collected() as collected:
+            yield
+    finally:
+        for category, text in collected:
+            say(f"{category.__name__}: {text}", error=True)
 
 
 def _call_user_function(arguments: argparse.Namespace, make: Make[T]) -> T:
@@ -618,6 +635,11 @@ def _call_user_function(arguments: argparse.Namespace, make: Make[T]) -> T:
             mesh = None if arguments.mesh is None else planning_mesh(arguments.mesh)
         except ValueError as error:
             raise UsageError(str(error)) from None
+        except ImportError as error:  # the TPU compiler is not installed
+            sizes = "--devices 64" if arguments.command == "plan" else "--mesh data=64"
+            raise ImportError(
+                f'{error} Here, this means {sizes} --hardware "TPU v5e" instead of --topology.'
+            ) from None
         if mesh is not None:
             # The mesh is in context while the function is called and while its result is compiled.
             context.enter_context(jax.set_mesh(mesh))

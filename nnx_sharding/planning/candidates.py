@@ -43,7 +43,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
 from ..analysis.parameters import spec_text
-from ..errors import raise_if_any
+from ..errors import ShardingWarning, raise_if_any, warn_or_raise, warnings_collected
 from ..experimental import context_parallel, expert_parallel
 from ..experimental.context import METHODS
 from ..partition import fsdp, pipeline, replicated, tensor_parallel, zero1
@@ -66,6 +66,8 @@ STYLES = {
 }
 # A call of a chain: the strategy and its options.
 Call: TypeAlias = tuple[Callable[..., Any], dict[str, Any]]
+# A warning that was collected: its category and its text.
+Warned: TypeAlias = tuple[type[ShardingWarning], str]
 
 
 class Axes(NamedTuple):
@@ -93,9 +95,12 @@ class Axes(NamedTuple):
             roles_by_count = {2: ("data", "model"), 3: ("replica", "data", "model")}
             names_in_order = () if isinstance(names, str) else tuple(names)
             roles = roles_by_count.get(len(names_in_order))
-            # The role "" does not exist, so the error below refuses a wrong number of names.
-            names = {"": names} if roles is None else dict(zip(roles, names_in_order, strict=True))
-        by_role = {role: axes_of(name) for role, name in names.items()}
+            # The number of names is wrong if `roles` is None, and the error below says so.
+            by_role = dict(zip(roles or (), map(axes_of, names_in_order), strict=False))
+            is_count_known = roles is not None
+        else:
+            by_role = {role: axes_of(name) for role, name in names.items()}
+            is_count_known = True
         known_roles = {role: axes for role, axes in by_role.items() if role in cls._fields}
         axes = Axes(**known_roles)
         every_name = [*itertools.chain(*axes)]
@@ -104,7 +109,8 @@ class Axes(NamedTuple):
         have_right_number = all(
             len(x) == 1 or (role == "model" and len(x) > 1) for role, x in known_roles.items()
         )
-        if len(known_roles) < len(by_role) or not have_right_number or not are_different:
+        are_known = is_count_known and len(known_roles) == len(by_role)
+        if not are_known or not have_right_number or not are_different:
             raise ValueError(
                 "plan: axes must be the names of the data and the model axis, as in ('data', "
                 "'model'), or different names by role, as in {'data': 'dp', 'model': ('x', 'y')}, "
@@ -204,7 +210,7 @@ class Arguments:
       experts: the number of experts; 0 without experts.
       _names: the name of each argument in the step.
       _tree: the treedef of ``args``, in which modules are leaves.
-      _shardings: the cache of `_Recipe`: the shardings that strategies returned for these models.
+      _shardings: the cache of `_Recipe`: what strategies returned for these models.
     """
 
     def __init__(self, args: Sequence[Any], names: Sequence[str]):
@@ -241,7 +247,7 @@ class Arguments:
         # The first model with experts tells their number.
         self.experts = next((number for number in map(_experts, models) if number), 0)
         # All recipes share this cache, because many chains begin with the same calls.
-        self._shardings: dict[Any, StateSharding] = {}
+        self._shardings: dict[Any, _MadeSharding] = {}
 
     def _models(self) -> dict[str, nnx.Module]:
         """Returns the modules that are not optimizers, by their names in ``parts``."""
@@ -383,6 +389,13 @@ class ShardedArguments(NamedTuple):
     text: str  # the tuple of shardings in the recipe: ``(sharding, P('data'))``
 
 
+class _MadeSharding(NamedTuple):
+    """What a call of a strategy returned."""
+
+    sharding: StateSharding
+    warned: list[Warned]  # the warnings of the call
+
+
 class _NamedArgument(NamedTuple):
     """A model or an optimizer among the arguments of the step."""
 
@@ -395,9 +408,9 @@ class _Recipe:
 
     Args:
       mesh: the mesh.
-      cache: the shardings that strategies returned before, for the same models. The key is the
-        mesh, the model and all calls that led to the sharding, so that chains that begin alike
-        share their first shardings. This adds to the dict.
+      cache: the shardings that strategies returned before, for the same models, with the warnings
+        of the strategies. The key is the mesh, the model and all calls that led to the sharding, so
+        that chains that begin alike share their first shardings. This adds to the dict.
 
     Attributes:
       made: the shardings so far, by their names in the lines. A name is assigned again by each
@@ -407,7 +420,7 @@ class _Recipe:
       _cache: the shardings that strategies returned, by the mesh, the model and the calls.
     """
 
-    def __init__(self, mesh: Mesh | AbstractMesh, cache: dict[Any, StateSharding]):
+    def __init__(self, mesh: Mesh | AbstractMesh, cache: dict[Any, _MadeSharding]):
         self._mesh, self._cache = mesh, cache
         self.made: dict[str, Any] = {}
         self.lines: list[str] = []
@@ -440,8 +453,12 @@ class _Recipe:
             texts += [f"{option}={value!r}" for option, value in options.items()]
             key = (*key, strategy, *options.items())
             if key not in self._cache:
-                self._cache[key] = strategy(model.value, mesh=self._mesh, **keywords, **options)
-            self.made[name] = self._cache[key]
+                with warnings_collected() as warned:
+                    sharding = strategy(model.value, mesh=self._mesh, **keywords, **options)
+                self._cache[key] = _MadeSharding(sharding, warned)
+            self.made[name], warned = self._cache[key]
+            for category, text in warned:  # each chain with this call gets its warnings
+                warn_or_raise(category, text, strict=False)
             self.lines.append(f"{name} = {strategy.__name__}({', '.join(texts)})")
         return name
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..analysis.program import ProgramReport
 from ..analysis.units import read_bytes
-from ..report.comparison import Failure
+from ..report.comparison import Failure, lacks_memory
 
 
 class MemoryNeed(NamedTuple):
@@ -44,18 +44,6 @@ def memory_need(report: ProgramReport | Failure, arguments: int) -> MemoryNeed |
     if memory is None or memory.peak is None or memory.arguments is None:
         return None
     return MemoryNeed(memory.arguments, memory.peak - memory.arguments)
-
-
-def lacks_memory(failure: Failure) -> bool:
-    """Tells whether a program failed because its arrays do not fit the memory of a device.
-
-    The answer is False for a kernel that does not fit the scratch memory of a core (VMEM), because
-    recomputed activations and smaller batches do not change what the kernel needs.
-    """
-    return "RESOURCE_EXHAUSTED" in failure.error and not _OF_A_CORE.search(failure.error)
-
-
-_OF_A_CORE = re.compile(r"CompileTimeScopedVmemOom|memory space [vs]mem\b")
 
 
 def _memory_need_of_refused(error: str, arguments: int) -> MemoryNeed:

@@ -45,13 +45,12 @@ from ..analysis.hardware import Hardware
 from ..analysis.program import ProgramReport
 from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text, time_text
-from ..errors import each_warning_once
-from ..report.comparison import Column, Comparison, Failure, SearchInterrupted
+from ..errors import each_warning_once, warn_or_raise, warnings_collected
+from ..report.comparison import Column, Comparison, Failure, SearchInterrupted, lacks_memory
 from ..report.compiling import INTERRUPTED, compile_all
 from ..report.strategies import AnyMesh
-from .candidates import Candidate
+from .candidates import Candidate, Warned
 from .measuring import Runner, medians, run_in_rounds
-from .memory import lacks_memory
 from .prepare import listed_once, prepare
 from .remedies import remedies
 from .search import FAILS_ALIKE, Search, is_of_compiler
@@ -70,9 +69,12 @@ class PlanningResult(Pictured):
         compiled, or has no estimate. If some candidates were measured, the times of all others are
         not known. Infinite if all times are known; None if the hardware or the products are not.
       predicted: for each candidate that may fit, compiled or not, two times in seconds that were
-        predicted from shapes: if compute hides all communication, and if it hides none.
-      remedies: if no candidate fits, lines that say what would fit, by estimates for one change at
-        a time: devices, remat, microbatches, offload, batch.
+        predicted from shapes: if compute and access to memory hide all communication, and if they
+        hide none. These are rough: of the memory, only arguments and operands of products count.
+      remedies: if no candidate fits, lines that say what may fit, by estimates for one change at a
+        time: devices, remat, microbatches, offload, batch. What is impossible has no line.
+      warned: the texts of the warnings for each compiled candidate that has some. Only those of the
+        best are given as warnings; without a best, those of all compiled candidates.
 
     Example: two candidates side by side, and what differs between their programs.
       >>> import jax
@@ -90,6 +92,8 @@ class PlanningResult(Pictured):
       dp + tensor, data 4 × model 2 has arguments of 8462336 bytes
       dp, data 8 has arguments of 16826368 bytes
       >>> print(found.candidates["dp, data 8"].recipe)
+      from jax.sharding import PartitionSpec as P
+      from nnx_sharding import jit, make_mesh, replicated
       mesh = make_mesh({'data': 8})
       sharding = replicated(model, mesh=mesh)
       step = jit(step, in_shardings=(sharding, P('data')), mesh=mesh, out_shardings=P('data',))
@@ -109,6 +113,7 @@ class PlanningResult(Pictured):
     least: float | None = None
     predicted: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     remedies: tuple[str, ...] = ()
+    warned: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def best(self) -> Candidate | None:
@@ -150,7 +155,7 @@ class PlanningResult(Pictured):
             yield f"best: none was compiled in time; predicted to be fastest: {fastest}"
             return
         if self.best is None:
-            yield "best: none fits" + ("; one of these would:" if self.remedies else "")
+            yield "best: none fits" + ("; by estimates, one of these may:" if self.remedies else "")
             yield from (f"  {line}" for line in self.remedies)
             return
         yield f"best: {self.best.name}"
@@ -168,7 +173,10 @@ class PlanningResult(Pictured):
         yield from (f"  {line}" for line in self.best.recipe.splitlines())
 
     def explained(self) -> Iterator[str]:
-        """Yields the summary, and why each of the other compiled candidates is not the best."""
+        """Yields the summary, and why each of the other compiled candidates is not the best.
+
+        The first line of each warning for a candidate is below its reason.
+        """
         yield from self.summary()
         best = "" if self.best is None else self.best.name
         others = [name for name in self.comparison.reports if name != best]
@@ -176,6 +184,8 @@ class PlanningResult(Pictured):
             yield "why not:"
         for name in others:
             yield f"  {name}: {self._why_not(name, best)}"
+            for warning in self.warned.get(name, ()):
+                yield f"    warning: {textwrap.shorten(warning, 200, placeholder=' …')}"
 
     def _why_not(self, name: str, best: str) -> str:
         """Returns the reason why a compiled candidate is not the best.
@@ -237,7 +247,7 @@ def _slower(figures: Mapping[Column, float | None], best: Mapping[Column, float 
 
 
 @_compat.api_boundary
-@each_warning_once()  # tracing each candidate gives the same warnings again
+@each_warning_once()  # the warnings of the best, and of what is no candidate
 def plan(
     step: Callable[..., Any] | Mapping[str, Any],
     *args: Any,
@@ -269,7 +279,7 @@ def plan(
     predictions of the others. While nothing fits, the search tries ``remat`` of each ``Stack``, and
     more microbatches if the step has a parameter ``microbatches`` with a default. If the best step
     waits for the gathers of ``fsdp``, the search tries ``prefetch``. If nothing fits in the end,
-    the result says what would fit.
+    the result says what may fit.
 
     The chains have names such as ``"fsdp + tensor"``. The first part says what is sharded over the
     axes of the batch, ``data`` and ``replica``, and over ``expert`` and ``context``, if these are
@@ -374,6 +384,8 @@ def plan(
       >>> found.best.name
       'dp + tensor, data 1 × model 8'
       >>> print(found.best.recipe)
+      from jax.sharding import PartitionSpec as P
+      from nnx_sharding import jit, make_mesh, tensor_parallel
       mesh = make_mesh({'data': 1, 'model': 8})
       sharding = tensor_parallel(model, mesh=mesh, axis='model')
       step = jit(step, in_shardings=(sharding, P('data')), mesh=mesh, out_shardings=P('data',))
@@ -454,6 +466,7 @@ def _compiled(
     search.rule_out_failing(compiled.reports)
     failures = _failures_to_trace(compiled.reports)
     if failures and len(failures) == len(compiled.reports):
+        _give_warnings(search, failures)  # they may say why
         raise _error_of_step(failures, search)
     return compiled
 
@@ -508,7 +521,12 @@ def _measured(comparison: Comparison, search: Search, count: int, *, quiet: bool
         entry = search.entries[name]
         variant = entry.variant
         runners[name] = Runner.of(entry.candidate, variant.fun, entry.args, variant.options)
-    seconds, failures = medians(run_in_rounds(runners, quiet=quiet))
+    with warnings_collected() as warned:  # the steps are traced again
+        seconds, failures = medians(run_in_rounds(runners, quiet=quiet))
+    known = {warning for warnings in search.warned.values() for warning in warnings}
+    for category, text_of_warning in warned:
+        if (category, text_of_warning) not in known:
+            warn_or_raise(category, text_of_warning, strict=False)
     return dataclasses.replace(ranked, reports={**ranked.reports, **failures}, measured=seconds)
 
 
@@ -584,16 +602,33 @@ def _result(search: Search, comparison: Comparison, why_left: str) -> PlanningRe
     predicted = {}
     for name, entry in entries.items():
         if entry.least is not None:  # the products and the hardware are known
-            seconds = entry.seconds.values()  # one value for each resource alone
-            # The pair: if compute hides all communication, and if it hides none.
-            predicted[name] = (max(seconds), float(sum(seconds)))
-    return PlanningResult(
+            sending = entry.seconds["interconnect"]
+            others = max(entry.seconds["compute"], entry.seconds["memory"])
+            # The pair: if the others hide all communication, and if they hide none.
+            predicted[name] = (max(others, sending), others + sending)
+    warned = {name: tuple(dict.fromkeys(search.warned[name])) for name in ranked.reports}
+    result = PlanningResult(
         comparison=ranked,
         candidates={name: entries[name].candidate for name in ranked.reports},
         least=_least_of_others(search, comparison, left),
         predicted=predicted,
         remedies=() if comparison.fitting else tuple(remedies(search, reports)),
+        warned={name: tuple(text for _, text in x) for name, x in warned.items() if x},
     )
+    best = result.best
+    _give_warnings(search, warned if best is None else [best.name])
+    return result
+
+
+def _give_warnings(search: Search, names: Iterable[str]) -> None:
+    """Gives the warnings for some candidates, each once, behind the names of its candidates."""
+    candidates: dict[Warned, list[str]] = {}
+    for name in names:
+        for warning in dict.fromkeys(search.warned[name]):
+            candidates.setdefault(warning, []).append(name)
+    for (category, text_of_warning), listed in candidates.items():
+        others = "" if len(listed) == 1 else f" and {len(listed) - 1} more"
+        warn_or_raise(category, f"plan: {listed[0]}{others}: {text_of_warning}", strict=False)
 
 
 def _least_of_others(search: Search, comparison: Comparison, left: Sequence[str]) -> float | None:

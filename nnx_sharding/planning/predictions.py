@@ -15,10 +15,11 @@ shards of the parameter over axes of the batch, and n the number of devices alon
     context                   tokens × features × …    keys and values, or heads for positions,
                                                        both ways: `CONTEXT_ROUNDS`
 
-In a pipeline, the first two rows count once per tick for the parameters of a stage, because each
-tick uses them. With 1F1B, parameters that are not sharded over the batch are an exception: the
-stage adds up their gradients and reduces them once. If layers are blocks of a list, blocks also
-move to their stages, and their gradients back.
+If a step accumulates the gradients of microbatches, the first two rows count once per microbatch
+for parameters that are sharded over the batch. In a pipeline, the first two rows count once per
+tick for the parameters of a stage, because each tick uses them. With 1F1B, parameters that are not
+sharded over the batch are an exception: the stage adds up their gradients and reduces them once. If
+layers are blocks of a list, blocks also move to their stages, and their gradients back.
 
 Gradients are reduced within slices first, then between slices. What stages send goes over the
 slower network if there are different slices along the axis for stages. The number of features that
@@ -235,14 +236,14 @@ class Prediction(NamedTuple):
     # takes 1.5 times as long.
     slowdown: float
     key: Any  # a value that is equal for candidates that shard everything alike
+    rows: int  # rows of the batch on one device; 0 without a batch
 
     def seconds(
         self, products: Products | None, devices: int, hardware: Hardware
     ) -> dict[str, float]:
         """Predicts the seconds that each resource alone takes in a step, by its name.
 
-        A step takes as long as the largest of these if compute hides all communication, and as long
-        as their sum if nothing is hidden.
+        A step takes as long as the largest of these if all of it overlaps.
 
         Args:
           products: the products of the step, on all devices together; None if they are unknown.
@@ -267,7 +268,11 @@ class Prediction(NamedTuple):
 
 
 def predict(
-    candidate: Candidate, arguments: Arguments, axes: Axes, num_slices: int = 1
+    candidate: Candidate,
+    arguments: Arguments,
+    axes: Axes,
+    num_slices: int = 1,
+    microbatches: int = 1,
 ) -> Prediction:
     """Predicts what a candidate needs on one device.
 
@@ -276,11 +281,12 @@ def predict(
       arguments: the arguments of the step.
       axes: the names of mesh axes by their roles.
       num_slices: the number of slices of TPUs that the devices are on.
+      microbatches: the number of microbatches whose gradients the step accumulates.
 
     Raises:
       ValueError: a spec does not fit the array that it is for.
     """
-    sums = _Sums(candidate, arguments, axes, num_slices)
+    sums = _Sums(candidate, arguments, axes, num_slices, microbatches)
 
     def is_single(sharding: Any) -> bool:
         """Tells whether a sharding is a leaf, although JAX may take it for a pytree."""
@@ -295,6 +301,7 @@ def predict(
         sent_between=sums.sent_between,
         slowdown=1.0 if schedule is None else schedule.ticks / schedule.microbatches,
         key=tuple(sums.key),
+        rows=sums.rows,
     )
 
 
@@ -316,20 +323,29 @@ class _Sums:
         its memory. Candidates with equal keys compile to equal programs, so one of them is enough.
       sizes: name → size, for the mesh axes with more than one device.
       crossing: the mesh axes along which there are different slices.
+      rows: the rows of the batch on one device, by the added arrays; 0 without rows.
       tokens: the tokens of the batch on one device.
+      microbatches: the number of microbatches whose gradients the step accumulates.
       schedule: the schedule of a pipeline in the added models; None without a pipeline.
     """
 
-    def __init__(self, candidate: Candidate, arguments: Arguments, axes: Axes, num_slices: int):
+    def __init__(
+        self,
+        candidate: Candidate,
+        arguments: Arguments,
+        axes: Axes,
+        num_slices: int,
+        microbatches: int,
+    ):
         """Starts with sums of nothing; `predict` has the same arguments."""
-        self.arguments, self.axes = arguments, axes
+        self.arguments, self.axes, self.microbatches = arguments, axes, microbatches
         _, self.styles = split_name(candidate.strategy)
         names, sizes = zip(*candidate.sizes.items(), strict=True)
         # Shapes of shards do not depend on devices, so the mesh has none.
         self.mesh = AbstractMesh(sizes, names, (AxisType.Auto,) * len(names))
         self.sizes = {axis: size for axis, size in candidate.sizes.items() if size > 1}
         self.crossing = axes.between_slices(candidate.mesh, num_slices)
-        self.bytes, self.sent_within, self.sent_between = 0, 0.0, 0.0
+        self.bytes, self.sent_within, self.sent_between, self.rows = 0, 0.0, 0.0, 0
         self.schedule: Schedule | None = None
         self.key: list[Any] = [tuple(self.sizes.items())]
         # Each of these axes divides either the rows or the positions of the batch.
@@ -379,6 +395,9 @@ class _Sums:
         for array in jax.tree.leaves(part):
             if hasattr(array, "shape"):
                 shape = NamedSharding(mesh, spec).shard_shape(array.shape)
+                if array.shape and array.shape[0] == self.arguments.rows:
+                    # A function of the user may divide arrays of the batch differently.
+                    self.rows = min(shape[0], self.rows or shape[0])
                 self.key.append((*self._axes_by_dimension(spec, shape), is_on_host))
                 if not is_on_host:
                     self.bytes += math.prod(shape) * array.dtype.itemsize
@@ -507,6 +526,10 @@ class _Sums:
             # of parameters that are not sharded over `data`, and reduces them once.
             is_reduced_once = self.schedule.interleaves and data.isdisjoint(sharding_axes)
             times_in_step = 1 if is_reduced_once else self.schedule.ticks
+        if not data.isdisjoint(sharding_axes):
+            # Each microbatch gathers its parameters and reduces their gradients. The gradients of
+            # parameters that are not sharded are added up and reduced once for the batch.
+            times_in_step *= self.microbatches
         self.sent_within += times_in_step * within
         self.sent_between += times_in_step * between
         if len(row.shape) > 1 and (expert or model):

@@ -1,17 +1,24 @@
-"""Says what would fit if no candidate of a plan fits.
+"""Says what may fit if no candidate of a plan fits.
 
 The candidate that needs least is changed in one way at a time. The bytes of the changed arguments
 are predicted from shapes. All other memory of the candidate (``rest``), its activations and
-temporaries, is taken to grow with the rows that a device computes at once. So the remedies are
-estimates, and the user should plan again with them. If the rest is unknown, the lines count the
-arguments alone, and say so.
+temporaries, only shrinks as far as a device computes fewer rows at once:
+
+    rows at once = rows of the batch / devices that divide them / microbatches
+
+A device computes at least one row at once, so a change that leaves this number as it is leaves the
+rest as it is, and a change for which this number is not whole is impossible and has no line. How
+much a smaller number saves is read from two compiled programs that only differ in their
+microbatches (`_Rest`). Without two programs, the line says what the estimate assumes. If the rest
+is unknown, the lines count the arguments alone, and say so. All lines are estimates, so the user
+should plan again with them.
 
 From other modules: a `Variant` is the step with values of options (``chosen``).
-`Search.arguments_of` predicts the bytes of a candidate's arguments on each device, or returns
-infinity if the strategy fails. `Search.memory_need` returns the bytes of a compiled candidate, or
-None. `Needs` has a candidate and its bytes: ``arguments``, and ``rest``, which is None if unknown.
-The name of a strategy is a name for the batch and styles for layers, such as ``fsdp + tensor``
-(`split_name`).
+`Search.predicted_with` predicts a changed candidate, or returns None if it is impossible.
+`Search.memory_need` returns the bytes of a compiled candidate, or None. `Needs` has a candidate and
+its bytes: ``arguments``, and ``rest``, which is None if unknown. The ``rows`` of a `Prediction` are
+the rows of the batch on one device. The name of a strategy is a name for the batch and styles for
+layers, such as ``fsdp + tensor`` (`split_name`).
 """
 
 from __future__ import annotations
@@ -24,53 +31,63 @@ from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text
 from ..report.comparison import Failure
 from .candidates import split_name
+from .predictions import Prediction
 from .search import Needs, Search
+from .variants import can_recompute, microbatches_of
 
-# The powers of two that are tried: so many times the devices, so many microbatches, or the batch
-# divided by so many.
+# The powers of two that are tried: so many times the devices, so many times the microbatches, or
+# the batch divided by so many.
 _FACTORS = (2, 4, 8, 16, 32, 64)
 
 
 def remedies(search: Search, reports: Mapping[str, ProgramReport | Failure]) -> Iterator[str]:
-    """Yields lines that say what would fit: memory, devices, remat, microbatches, offload, batch.
+    """Yields lines that say what may fit: memory, devices, remat, microbatches, offload, batch.
 
     Yields nothing if the memory limit is unknown, or if there is no candidate to start from.
     """
     limit, smallest = search.limit, _candidate_with_least(search, reports)
     if limit is None or smallest is None:
         return
-    candidate, variant, memory = smallest
-    arguments, rows = memory.arguments, candidate.rows
-    is_known = memory.rest is not None
-    rest = memory.rest or 0  # 0 if it is unknown
+    candidate, variant, memory, prediction = smallest
+    estimates = _Rest(search, smallest, reports)
     # More memory.
-    source = " (by the compiler's error)" if memory.is_refused and is_known else ""
-    size = bytes_text(arguments + rest) if is_known else f"at least {bytes_text(arguments)}"
-    yield f"{size} on each device, for {candidate.name}{source}{_what_is_left(is_known)}"
+    source = " (by the compiler's error)" if memory.is_refused and memory.rest is not None else ""
+    unknown = _UNKNOWN if memory.rest is None else ""
+    size = _size(memory.arguments, memory.rest)
+    yield f"{size} on each device, for {candidate.name}{source}{unknown}"
     # More devices.
-    yield from _more_devices(search, smallest, limit)
-    # Recomputed activations. This line is left out if the candidate already has a value of `remat`,
-    # because the user chose it or the search tried it.
-    if rest and "remat" not in variant.chosen:
-        yield f"remat, for blocks in a Stack: of {bytes_text(rest)} besides the arguments"
+    yield from _more_devices(search, smallest, estimates, limit)
+    # Recomputed activations. There is no line if the candidate already has them, or if the user
+    # chose a value of `remat`.
+    if memory.rest and can_recompute(variant):
+        part = f"a part of the {bytes_text(memory.rest)} besides the arguments"
+        yield f"remat, for blocks in a Stack: saves {part}, which is not estimated"
     # Microbatches. The whole batch is still an argument, but the activations are those of a part.
-    divisors = [n for n in _FACTORS if rows and rows % n == 0]
-    sufficient = [n for n in divisors if arguments + rest / n <= limit]
-    if rest and sufficient and "microbatches" not in variant.chosen:
-        needs = _on_each(arguments + rest / sufficient[0], is_known)
-        yield f"{sufficient[0]} microbatches of accumulate_gradients: {needs}"
+    count = microbatches_of(variant)
+    for n in _FACTORS:
+        if memory.rest is None or prediction.rows == 0 or prediction.rows % (n * count):
+            continue
+        rest, condition = estimates.with_rows(prediction.rows // (n * count))
+        if memory.arguments + rest <= limit:
+            what = f"{n * count} microbatches of accumulate_gradients"
+            yield f"{what}: {_on_each(memory.arguments + rest, condition)}"
+            break
     # The state of the optimizer on the host.
-    if not variant.offload:
-        offloaded_bytes = search.arguments_of(candidate, variant, offload=True)
-        if offloaded_bytes < arguments and offloaded_bytes + rest <= limit:
-            needs = _on_each(offloaded_bytes + rest, is_known)
+    offloaded = None if variant.offload else search.predicted_with(smallest, offload=True)
+    if offloaded is not None and offloaded.arguments < memory.arguments:
+        rest, condition = estimates.with_rows(prediction.rows // count)
+        if offloaded.arguments + rest <= limit:
+            needs = _on_each(offloaded.arguments + rest, condition)
             yield f"offload of the optimizer's state: {needs}"
     # The largest batch that fits.
-    for n in divisors:
-        needed = search.arguments_of(candidate, variant, rows=rows // n) + rest / n
-        if needed <= limit:
-            yield f"a batch of {rows // n} rows: {_on_each(needed, is_known)}"
-            break
+    for n in _FACTORS:
+        if candidate.rows and candidate.rows % n == 0:
+            rows = candidate.rows // n
+            changed = search.predicted_with(smallest, rows=rows)
+            line = estimates.line(f"a batch of {rows} rows", changed, limit)
+            if line:
+                yield line
+                break
 
 
 def _candidate_with_least(
@@ -82,7 +99,7 @@ def _candidate_with_least(
         memory = search.memory_need(name, reports)
         if memory is not None:
             entry = search.entries[name]
-            needs.append(Needs(entry.candidate, entry.variant, memory))
+            needs.append(Needs(entry.candidate, entry.variant, memory, entry.prediction))
 
     def rank(needs: Needs) -> tuple[bool, int]:
         """Returns a sort key: the bytes; candidates with an unknown rest come last."""
@@ -92,7 +109,84 @@ def _candidate_with_least(
     return min(needs, key=rank, default=search.smallest)
 
 
-def _more_devices(search: Search, smallest: Needs, limit: int) -> Iterator[str]:
+class _Rest:
+    """Estimates what a candidate needs besides its arguments, for fewer rows at once.
+
+    Args:
+      search: all candidates.
+      start: the candidate, and what it needs.
+      reports: the compiled programs. Those that only differ from ``start`` in their microbatches
+        say what a row at once costs.
+
+    Attributes:
+      _start: the candidate, and what it needs.
+      _count: the microbatches of the candidate.
+      _rows: the rows that a device computes at once; 0 without a batch.
+      _known: rows at once → the bytes besides the arguments, by the compiled programs.
+    """
+
+    def __init__(
+        self, search: Search, start: Needs, reports: Mapping[str, ProgramReport | Failure]
+    ):
+        """Collects the bytes of compiled programs by their rows at once."""
+        self._start, self._count = start, microbatches_of(start.variant)
+        self._rows = start.prediction.rows // self._count
+        self._known: dict[int, int] = {}
+        for name in reports:
+            entry, memory = search.entries[name], search.memory_need(name, reports)
+            is_alike = (
+                # Candidates with equal keys shard everything alike.
+                entry.prediction.key == start.prediction.key
+                and entry.candidate.rows == start.candidate.rows
+                and entry.variant.without_microbatches == start.variant.without_microbatches
+            )
+            if is_alike and memory is not None and memory.rest is not None:
+                rows = entry.prediction.rows // microbatches_of(entry.variant)
+                self._known[rows] = min(memory.rest, self._known.get(rows, memory.rest))
+
+    def with_rows(self, rows: int) -> tuple[float, str]:
+        """Returns the bytes besides the arguments, and what the estimate of them assumes.
+
+        The bytes are 0 if nothing is known of them.
+
+        Args:
+          rows: the rows that a device computes at once.
+        """
+        rest = self._start.memory.rest
+        if rest is None:
+            return 0.0, _UNKNOWN
+        if rows >= self._rows:  # nothing shrinks
+            return float(rest), ""
+        if rows in self._known:
+            return float(self._known[rows]), ""
+        least = rest * rows / self._rows  # if all of it belongs to the rows
+        more_rows = min((known for known in self._known if known > self._rows), default=None)
+        if more_rows is None:
+            return least, ", if all but the arguments shrinks with the rows"
+        of_row = (self._known[more_rows] - rest) / (more_rows - self._rows)
+        estimate = rest - max(of_row, 0.0) * (self._rows - rows)
+        return max(estimate, least), ""
+
+    def line(self, what: str, changed: Prediction | None, limit: int) -> str:
+        """Returns the line of a change, which may need fewer microbatches; "" if it does not fit.
+
+        Args:
+          what: names the change.
+          changed: the prediction of the changed candidate; None if it is impossible.
+          limit: the bytes of a device.
+        """
+        if changed is None:
+            return ""
+        # A device may now have too few rows for so many microbatches.
+        count = math.gcd(self._count, changed.rows)
+        rest, condition = self.with_rows(changed.rows // count)
+        if changed.arguments + rest > limit:
+            return ""
+        with_count = "" if count == self._count else f", microbatches={count}"
+        return f"{what}{with_count}: {_on_each(changed.arguments + rest, condition)}"
+
+
+def _more_devices(search: Search, start: Needs, estimates: _Rest, limit: int) -> Iterator[str]:
     """Yields a line with the smallest mesh of more devices that fits, if there is one.
 
     The new devices are along the axis ``data``, and ``fsdp`` shards the parameters over this axis.
@@ -101,10 +195,11 @@ def _more_devices(search: Search, smallest: Needs, limit: int) -> Iterator[str]:
 
     Args:
       search: predicts the arguments.
-      smallest: the candidate, on fewer devices, and what it needs.
+      start: the candidate, on fewer devices, and what it needs.
+      estimates: estimates the rest of its memory.
       limit: the bytes of a device.
     """
-    candidate, variant, memory = smallest
+    candidate = start.candidate
     if search.functions.get(candidate.strategy) is not None:  # a function of the user
         return
     _, styles = split_name(candidate.strategy)
@@ -113,23 +208,31 @@ def _more_devices(search: Search, smallest: Needs, limit: int) -> Iterator[str]:
     for factor in _FACTORS:
         sizes = {**candidate.sizes, axis: candidate.sizes.get(axis, 1) * factor}
         larger = dataclasses.replace(candidate, strategy=strategy, sizes=sizes)
-        needed = search.arguments_of(larger, variant) + (memory.rest or 0) / factor
-        if needed <= limit:
-            text = " × ".join(f"{name} {size}" for name, size in sizes.items())
-            on_each = _on_each(needed, memory.rest is not None)
-            yield f"{math.prod(sizes.values())} devices, {strategy}, {text}: {on_each}"
+        mesh = " × ".join(f"{name} {size}" for name, size in sizes.items())
+        what = f"{math.prod(sizes.values())} devices, {strategy}, {mesh}"
+        line = estimates.line(what, search.predicted_with(start._replace(candidate=larger)), limit)
+        if line:
+            yield line
             break
 
 
-def _on_each(size: float, is_known: bool) -> str:
+def _size(arguments: int, rest: int | None) -> str:
+    """Returns a text for the bytes that a candidate needs on each device."""
+    if rest is None:
+        return f"at least {bytes_text(arguments)}"
+    return bytes_text(arguments + rest)
+
+
+def _on_each(size: float, condition: str) -> str:
     """Returns a text for the estimated bytes of each device: "about 3 GiB on each".
 
-    ``is_known`` is False if ``size`` counts the arguments alone, because the rest is unknown.
+    Args:
+      size: the bytes.
+      condition: what the estimate assumes, or that the bytes are those of the arguments alone.
     """
-    about = "about" if is_known else "at least"
-    return f"{about} {bytes_text(int(size))} on each{_what_is_left(is_known)}"
+    about = "at least" if condition == _UNKNOWN else "about"
+    return f"{about} {bytes_text(int(size))} on each{condition}"
 
 
-def _what_is_left(is_known: bool) -> str:
-    """Returns the end of a line: that activations are unknown, or "" if they are known."""
-    return "" if is_known else ", activations unknown"
+# The end of a line that counts the arguments alone.
+_UNKNOWN = ", activations unknown"

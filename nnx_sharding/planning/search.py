@@ -31,6 +31,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,14 +44,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from ..analysis.hardware import HARDWARE, Hardware
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, time_text
+from ..errors import warnings_collected
 from ..report.comparison import Comparison, Failure
 from ..report.compiling import Lower
 from ..report.strategies import Strategy, lowered
 from ..transforms.jit import jit
-from .candidates import Arguments, Axes, Candidate, batch_spec, chains, split_name
+from .candidates import Arguments, Axes, Candidate, Warned, batch_spec, chains, split_name
 from .memory import MemoryNeed, memory_need
 from .predictions import Prediction, Products, predict, products_of
-from .variants import Variant, with_less_memory, with_prefetch
+from .variants import Variant, microbatches_of, with_less_memory, with_prefetch
 
 FAILS_ALIKE = "fails like others with its strategy, on other meshes"
 
@@ -82,6 +84,7 @@ class Needs(NamedTuple):
     candidate: Candidate
     variant: Variant
     memory: MemoryNeed  # predicted bytes, with ``rest`` None, if the candidate was not compiled
+    prediction: Prediction
 
 
 @dataclasses.dataclass
@@ -100,6 +103,8 @@ class Search:
       entries: name → candidate, for all candidates that may be compiled or were compiled.
       programs: name → the function that lowers the step, for all entries still to be compiled.
       ruled_out: name → the reason why the candidate is not compiled.
+      warned: name → the warnings that the strategy and the trace of the candidate gave, as pairs of
+        a category and a text.
       smallest: the candidate with the smallest arguments and the bytes of these, whether they fit
         or not. None until a candidate was predicted.
       _added: name → variant, for the variants that the search has added.
@@ -122,6 +127,7 @@ class Search:
     entries: dict[str, PredictedCandidate] = dataclasses.field(default_factory=dict)
     programs: dict[str, Lower] = dataclasses.field(default_factory=dict)
     ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    warned: dict[str, list[Warned]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Starts without candidates."""
@@ -163,7 +169,8 @@ class Search:
         # The entry stays empty if no candidate is added, so that these rows are not tried again.
         family[start.rows] = []
         try:
-            candidates = [*self._sharded(start, arguments, variant, mesh)]
+            with warnings_collected() as warned:
+                candidates = [*self._sharded(start, arguments, variant, mesh)]
         except Exception as error:  # the strategy may be a function of the user, so any error
             self.ruled_out[start.name] = f"{type(error).__name__}: {error}"
             return
@@ -177,6 +184,7 @@ class Search:
             products = self._products_of(variant)
             if products is not None:
                 products = products.times(growth)
+            self.warned[candidate.name] = [*warned]
             self._add_predicted(candidate, variant, arguments.args, prediction, products)
             family[start.rows].append(candidate.name)
 
@@ -193,7 +201,9 @@ class Search:
           arguments: the arguments of the step, with the rows of the candidate.
         """
         try:
-            prediction = predict(candidate, arguments, self.axes, self.num_slices)
+            prediction = predict(
+                candidate, arguments, self.axes, self.num_slices, microbatches_of(variant)
+            )
         except Exception as error:
             self.ruled_out[candidate.name] = f"{type(error).__name__}: {error}"
             return None
@@ -201,7 +211,7 @@ class Search:
         # A candidate that does not fit counts, too, because `remedies` starts from the one that
         # needs least.
         if self.smallest is None or argument_bytes < self.smallest.memory.arguments:
-            self.smallest = Needs(candidate, variant, MemoryNeed(argument_bytes))
+            self.smallest = Needs(candidate, variant, MemoryNeed(argument_bytes), prediction)
         # Equal shardings of equal steps compile to equal programs.
         program = (variant.text, candidate.rows, prediction.key)
         first_name = self._first_of.setdefault(program, candidate.name)
@@ -244,6 +254,7 @@ class Search:
         if products is not None and self.hardware is not None:
             least = products.least_seconds(num_devices, self.hardware)
         in_shardings_and_mesh = Strategy(candidate.in_shardings, candidate.mesh)
+        lower = partial(lowered, in_shardings_and_mesh, variant.fun, args, variant.options)
         entry = PredictedCandidate(
             candidate=candidate,
             variant=variant,
@@ -252,10 +263,18 @@ class Search:
             seconds=seconds,
             exposed=exposed,
             least=least,
-            lower=partial(lowered, in_shardings_and_mesh, variant.fun, args, variant.options),
+            lower=partial(self._lower, candidate.name, lower),
         )
         self.entries[candidate.name] = entry
         self.programs[candidate.name] = entry.lower
+
+    def _lower(self, name: str, lower: Lower) -> Any:
+        """Lowers a candidate, and keeps the warnings of its trace in ``warned``."""
+        with warnings_collected() as warned:
+            try:
+                return lower()
+            finally:
+                self.warned[name] += warned
 
     def _products_of(self, variant: Variant) -> Products | None:
         """Returns the products of a variant; None if they are unknown.
@@ -268,35 +287,43 @@ class Search:
             )
         return self._products[variant]
 
-    def arguments_of(
-        self, candidate: Candidate, variant: Variant, *, rows: int = 0, offload: bool = False
-    ) -> float:
-        """Predicts the bytes of a candidate's arguments on each device.
+    def predicted_with(
+        self, needs: Needs, *, rows: int = 0, offload: bool = False
+    ) -> Prediction | None:
+        """Predicts a changed candidate.
 
-        Returns infinity if the strategy refuses the mesh or a spec does not fit.
+        Returns None if the strategy refuses the mesh, a spec does not fit, or the devices do not
+        divide the rows of the batch.
 
         Args:
-          candidate: the candidate. Only its strategy, and the sizes of its mesh are used, so there
-            may be no devices for these sizes, unless ``offload`` is set.
-          variant: the variant of the step.
-          rows: the number of rows of the batch; 0 for the batch that the user has given.
-          offload: whether the state of the optimizer is on the host.
+          needs: the candidate and its variant. Of the candidate, only the strategy and the sizes of
+            the mesh are used, so there may be no devices for these sizes, unless ``offload`` is
+            set.
+          rows: the number of rows of the batch; 0 for the batch of the candidate.
+          offload: whether the state of the optimizer is on the host. If this is False, it is where
+            the variant has it.
         """
+        candidate, variant = needs.candidate, needs.variant
         # Shardings on the host name the devices of their mesh, so they need a mesh of devices. All
         # other shardings follow from shapes.
         mesh: Mesh | AbstractMesh = candidate.mesh
-        if not offload:
+        if offload or variant.offload:
+            if candidate.sizes != dict(mesh.shape):
+                return None
+        else:
             mesh = AbstractMesh(tuple(candidate.sizes.values()), tuple(candidate.sizes))
-        arguments = variant.arguments.with_rows(rows) if rows else variant.arguments
-        if offload != variant.offload:
-            variant = dataclasses.replace(variant, offload=offload)
+        arguments = variant.arguments
+        if (rows or candidate.rows) != arguments.rows:
+            arguments = arguments.with_rows(rows or candidate.rows)
+        if offload:
+            variant = dataclasses.replace(variant, offload=True)
         try:
             # The options of a chain, such as microbatches, do not change the bytes of the
             # arguments, so the first candidate is enough.
             _, sharded = next(self._sharded(candidate, arguments, variant, mesh))
-            return predict(sharded, arguments, self.axes).arguments
+            return predict(sharded, arguments, self.axes)
         except ValueError:
-            return math.inf
+            return None
 
     def _sharded(
         self,
@@ -424,7 +451,7 @@ class Search:
             memory = self.memory_need(name, comparison.reports)  # None for other failures
             if memory is not None and self._claim_variation(name):
                 entry = self.entries[name]
-                rows = entry.candidate.rows
+                rows = entry.prediction.rows
                 self._add_variants(entry, with_less_memory(entry.variant, rows))
 
     def memory_need(
@@ -621,7 +648,7 @@ def _growth_in_memory(memory: Any, limit: int) -> int:
 def _recipe(
     mesh: Mesh | AbstractMesh, variant: Variant, *, lines: Sequence[str], shardings: str
 ) -> str:
-    """Returns the Python code that makes the mesh, the shardings and the step.
+    """Returns the Python code that makes the mesh, the shardings and the step, with its imports.
 
     Args:
       mesh: the mesh.
@@ -641,7 +668,42 @@ def _recipe(
     )
     head = f"mesh = make_mesh({dict(mesh.shape)}{types})"
     last = f"step = jit({variant.text}, in_shardings={shardings}, mesh=mesh{options})"
-    return "\n".join([head, *lines, last])
+    code = "\n".join([head, *lines, last])
+    return "\n".join([*_imports(code), code])
+
+
+def _imports(code: str) -> list[str]:
+    """Returns the lines that import what the code of a recipe uses, besides the user's objects."""
+    words = {*re.findall(r"\w+", code)}
+    lines = []
+    if "functools" in words:
+        lines.append("import functools")
+    for module, names in _RECIPE_NAMES.items():
+        used = [text for name, text in names.items() if name in words]
+        if used:
+            lines.append(f"from {module} import {', '.join(used)}")
+    return lines
+
+
+# Module → the names in recipes, and how they are imported.
+_RECIPE_NAMES: dict[str, dict[str, str]] = {
+    "jax.sharding": {"AxisType": "AxisType", "P": "PartitionSpec as P"},
+    "nnx_sharding": {
+        name: name
+        for name in (
+            "fsdp",
+            "jit",
+            "make_mesh",
+            "pipeline",
+            "replicated",
+            "tensor_parallel",
+            "zero1",
+        )
+    },
+    "nnx_sharding.experimental": {name: name for name in ("context_parallel", "expert_parallel")},
+    "nnx_sharding.planning.variants": {"with_remat": "with_remat"},
+    "nnx_sharding.training": {"offload": "offload"},
+}
 
 
 def is_of_compiler(failure: Failure) -> bool:

@@ -40,6 +40,7 @@ class Variant:
 
     Attributes:
       name: the name of the user's function and the options: ``microbatches=2, remat=True``.
+      function: the name of the user's function; empty without one.
       fun: the step, with the chosen keyword arguments and policy of stacks.
       options: the options of ``jit``.
       args: the arguments, abstract.
@@ -52,6 +53,7 @@ class Variant:
     """
 
     name: str
+    function: str
     fun: Callable[..., Any]
     options: dict[str, Any]
     args: tuple[Any, ...]
@@ -65,6 +67,12 @@ class Variant:
     def arguments(self) -> Arguments:
         """The arguments, with what is known of their batch and models."""
         return Arguments(self.args, self._names)
+
+    @property
+    def without_microbatches(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
+        """The user's name of the function, and all options but the number of microbatches."""
+        others = {name: x for name, x in self.chosen.items() if name != "microbatches"}
+        return self.function, tuple(sorted(others.items()))
 
     @property
     def _names(self) -> list[str]:
@@ -116,20 +124,41 @@ def variants_of(
     return variants
 
 
+def microbatches_of(variant: Variant) -> int:
+    """Returns the value of the step's parameter ``microbatches``; 1 if it has no such number.
+
+    The parameter is taken to be the ``steps`` of `accumulate_gradients`.
+    """
+    return _count_of(variant) or 1
+
+
+def _count_of(variant: Variant) -> int:
+    """Returns the value of the step's parameter ``microbatches``; 0 if it has no such number."""
+    # ``fun`` has the chosen value as the default of its parameter.
+    value: Any = getattr(_parameters(variant.fun).get("microbatches"), "default", None)
+    # `type` leaves out True, which counts as 1.
+    return value if type(value) is int and value > 0 else 0
+
+
+def can_recompute(variant: Variant) -> bool:
+    """Tells whether ``remat`` of stacks may save memory: neither chosen nor set in all stacks.
+
+    The answer is True without a ``Stack``, because the user can make one.
+    """
+    stacks = [*_stacks(variant.args)]
+    return "remat" not in variant.chosen and not (stacks and all(x.remat for x in stacks))
+
+
 def with_less_memory(variant: Variant, rows: int) -> Iterator[Variant]:
     """Yields variants that keep fewer activations, by options that the user did not choose.
 
     These are ``remat`` of each ``Stack``, and the parameter ``microbatches`` of the step, if it has
     one with a default: two, four and eight times the default, if this number divides the ``rows``
-    of the batch.
+    of the batch that a device has.
     """
-    parameters = _parameters(variant.fun)
-    parameter = parameters.get("microbatches")
-    default: Any = getattr(parameter, "default", None)
+    default = _count_of(variant)
     counts = [default]
-    # `type` leaves out True, which counts as 1.
-    is_count = type(default) is int and default > 0
-    if is_count and rows and "microbatches" not in variant.chosen:
+    if default and rows and "microbatches" not in variant.chosen:
         larger_counts = [2 * default, 4 * default, 8 * default]
         counts += [count for count in larger_counts if rows % count == 0]
     policies: list[Any] = [None]  # None keeps the policies of the user's stacks
@@ -197,6 +226,7 @@ def _variant(
         text = f"functools.partial({text}{keywords_text})"
     return Variant(
         name=", ".join(words),
+        function=name,
         fun=fun,
         options=options,
         args=abstract_of(args),

@@ -56,6 +56,18 @@ class Failure:
     )
 
 
+def lacks_memory(failure: Failure) -> bool:
+    """Tells whether a program failed because its arrays do not fit the memory of a device.
+
+    The answer is False for a kernel that does not fit the scratch memory of a core (VMEM), because
+    recomputed activations and smaller batches do not change what the kernel needs.
+    """
+    return "RESOURCE_EXHAUSTED" in failure.error and not _OF_A_CORE.search(failure.error)
+
+
+_OF_A_CORE = re.compile(r"CompileTimeScopedVmemOom|memory space [vs]mem\b")
+
+
 class SearchInterrupted(KeyboardInterrupt):
     """Ctrl-C ended ``plan`` or ``compare``: ``result`` has what was compiled until then.
 
@@ -274,7 +286,8 @@ class Comparison(JsonForm):
         for error, names in names_by_value(errors).items():
             lines = error.splitlines()
             first = lines[0] if lines else ""
-            yield text(f"{_shortened(names)} failed: {first}", "red")
+            outcome = "does not fit" if lacks_memory(Failure(error)) else "failed"
+            yield text(f"{_shortened(names)} {outcome}: {first}", "red")
             yield from (text(f"  {line}") for line in lines[1:13])
 
     def _held_by_module(self) -> Iterable[RenderableType]:
