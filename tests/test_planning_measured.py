@@ -120,7 +120,7 @@ def test_a_candidate_that_fails_while_it_runs_loses(monkeypatch):
     failure = found.comparison.reports["whole, data 8"]
     assert isinstance(failure, Failure)
     assert failure.error == "while it ran: JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory"
-    assert "whole, data 8 failed: while it ran" in str(found)
+    assert "whole, data 8 does not fit: while it ran" in str(found)
     assert len(jax.live_arrays()) == live  # the error keeps none of them
 
 
