@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding, jit, stack
 from nnx_sharding.errors import NoMeshError, UnshardedWarning
+from nnx_sharding.experimental import context_parallel
 from nnx_sharding.partition import (
     fsdp,
     optimizer_sharding,
@@ -393,6 +394,15 @@ class OptimizerTest(parameterized.TestCase):
             optimizer_sharding(optimizer, P(), model=model)
         with self.assertRaisesRegex(TypeError, r"nnx\.Optimizer\(model, tx"):
             optimizer_sharding(optax.adam(1e-3), rules, model=model)
+        state = optax.adam(1e-3).init(nnx.state(model, nnx.Param))
+        parts = {"tx": optax.adam(1e-3), "state": state}
+        mesh = AbstractMesh((2, 4, 1), ("data", "model", "context"))
+        for strategy in (*STRATEGIES.values(), context_parallel):
+            for wrong in (optax, optax.adam, "adam", (1, 2), {}, optax.adam(1e-3)):
+                with self.assertRaisesRegex(TypeError, "holds no state"):
+                    strategy(model, mesh=mesh, optimizer=wrong)
+            with self.assertRaisesRegex(TypeError, r"no arrays:\n  tx/init: .*\n  tx/update: "):
+                strategy(model, mesh=mesh, optimizer=parts)
         with self.assertRaisesRegex(TypeError, "holds no state"):
             zero1(model, optimizer=None, mesh=MESH)
         with self.assertRaisesRegex(TypeError, "optimizer"):

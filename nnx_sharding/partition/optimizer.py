@@ -141,16 +141,27 @@ def optimizer_specs(
 
 
 def _states_of(optimizer: object) -> Sequence[NamedVariable]:
-    """Lists the Variables of an optimizer; raises a ``TypeError`` if there are none."""
-    # An `optax.GradientTransformation` is refused, because users pass it by mistake instead of the
-    # optimizer, and it has no state.
-    is_transformation = isinstance(optimizer, tuple) and hasattr(optimizer, "init")
-    states = [] if is_transformation else variables(optimizer)
-    if not states:
+    """Lists the Variables of an optimizer.
+
+    Raises:
+      TypeError: the optimizer has no array, or has leaves that are neither arrays nor numbers. An
+        ``optax.GradientTransformation``, which users pass by mistake, is a tuple of two functions.
+    """
+    states = variables(optimizer)
+    leaves = [(state, leaf) for state in states for leaf in state.arrays]
+    foreign = [f"  {x.name}: {show(leaf)}" for x, leaf in leaves if not _compat.is_array_like(leaf)]
+    num_numbers = sum(isinstance(leaf, int | float | complex) for _, leaf in leaves)
+    if len(leaves) == len(foreign) + num_numbers:  # there is no array
         raise TypeError(
             f"optimizer_sharding: {type(optimizer).__name__} holds no state. Pass "
             "nnx.Optimizer(model, tx, wrt=nnx.Param)."
         )
+    raise_if_any(
+        TypeError,
+        "optimizer_sharding: these parts of the optimizer are no arrays:",
+        foreign,
+        "Pass nnx.Optimizer(model, tx, wrt=nnx.Param), or a pytree with state only.",
+    )
     return states
 
 
