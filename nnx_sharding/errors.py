@@ -76,7 +76,7 @@ class CorrectedSpecWarning(ShardingWarning):
 
 
 class UnshardedWarning(ShardingWarning):
-    """A strategy has no effect: on small arrays, other methods than a pipeline's, or outputs."""
+    """A strategy has no effect: on small arrays, attention, other methods of pipelines, outputs."""
 
 
 def see(error: E, anchor: str) -> E:

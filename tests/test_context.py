@@ -15,7 +15,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import jit, stack
-from nnx_sharding.experimental import context_parallel
+from nnx_sharding.errors import UnshardedWarning
+from nnx_sharding.experimental import context_parallel, ring_attention
 from nnx_sharding.partition import fsdp, make_mesh, pipeline, specs_by_path, tensor_parallel
 from zoo import WIDTH, Causal, Tied, assert_trains_alike, batch_of, cross_entropy, layer
 
@@ -143,13 +144,39 @@ class OfClass(Mine):
         del self.attention_fn
 
 
+WRAPS = {
+    "module": lambda make: make(),
+    "abstract": nnx.eval_shape,
+    "list": lambda make: nnx.List([make()]),
+    "stack": lambda make: stack([make()]),
+    "vmap": lambda make: nnx.vmap(lambda _: make(), axis_size=2)(None),
+}
+
+
 @pytest.mark.parametrize("make", [Mine, OfClass])
 def test_functions_of_the_user_stay(make):
     model = make(rngs=nnx.Rngs(0))
     before, x = dict(vars(model)), jax.random.normal(jax.random.key(0), (2, LENGTH, WIDTH))
-    found = compiled(model, tokens=False)(model, x)
-    np.testing.assert_allclose(found, model(x), rtol=1e-5, atol=1e-6)
+    with pytest.warns(UnshardedWarning, match="no module of the model has attention"):
+        program = compiled(model, tokens=False)
+    assert any(each.kind == "all-gather" for each in program.collectives())  # as the warning says
+    np.testing.assert_allclose(program(model, x), model(x), rtol=1e-5, atol=1e-6)
     assert vars(model).keys() == before.keys()
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_the_warning_says_whether_any_attention_is_known(wrap):
+    """One module of many is enough; a single device gathers nothing; a State says nothing."""
+    mesh, one = (AbstractMesh((size,), ("context",)) for size in (4, 1))
+    unknown = wrap(lambda: Mine(rngs=nnx.Rngs(0)))
+    with pytest.warns(UnshardedWarning, match=r"set self\.attention_fn"):
+        context_parallel(unknown, mesh=mesh)
+    context_parallel(unknown, mesh=one)
+    context_parallel(nnx.state(unknown), mesh=mesh)
+    for function in nnx.dot_product_attention, functools.partial(ring_attention, axis="context"):
+        attention = functools.partial(nnx.MultiHeadAttention, 2, WIDTH, attention_fn=function)
+        known = wrap(lambda make=attention: make(decode=False, rngs=nnx.Rngs(0)))
+        context_parallel({"a": unknown, "b": known}, mesh=mesh)
 
 
 def test_a_single_query_needs_no_ring():

@@ -1286,6 +1286,29 @@ def test_predictions_of_a_large_model_take_seconds(monkeypatch):
     assert seconds * 726 / count < 10
 
 
+class OwnAttention(nnx.Module):
+    """Attention without an attribute ``attention_fn``, which no method can replace."""
+
+    def __init__(self, rngs):
+        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        heads = self.qkv(x).reshape(*x.shape[:2], 3, 4, -1)  # (batch, length, 3, heads, features)
+        return jax.nn.dot_product_attention(*jnp.moveaxis(heads, 2, 0)).reshape(x.shape)
+
+
+def test_no_method_is_named_that_replaces_no_attention():
+    model = nnx.eval_shape(lambda: nnx.List([OwnAttention(nnx.Rngs(0)) for _ in range(2)]))
+    x = jax.ShapeDtypeStruct((2, 8, WIDTH), jnp.float32)
+    options = {"strategies": ["fsdp + context"], "devices": 8, "hardware": "TPU v5 lite"}
+    with pytest.warns(UnshardedWarning, match="no module of the model has attention"):
+        search = searched(lambda model, x: model[1](model[0](x)), (model, x), quiet=True, **options)
+    names = [entry.candidate.name for entry in search.entries.values()]
+    meshes = {name.split(", ")[1] for name in names}
+    assert {"data 1 × context 8", "data 1 × ring 2 × context 4"} <= meshes
+    assert len(names) == len(meshes) and all(name.count(", ") == 1 for name in names)
+
+
 def test_heads_are_exchanged_within_a_ring():
     """Over two axes: heads for positions along one of them, keys and values around the other."""
     model = nnx.eval_shape(lambda: stack([layer(nnx.Rngs(0)) for _ in range(2)]))

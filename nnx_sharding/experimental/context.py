@@ -14,14 +14,15 @@ The modules of the functions have pictures, and count the bytes. ``planning.plan
 From other modules: `base_specs` returns the spec that ``base`` has for each parameter, by path.
 `activations_of` returns how ``base`` shards activations, and `remarks_on` the texts for reports
 about specs. An `InOutSharding` has the specs of the first argument and of the output of a module,
-and the ``schedule`` that runs the module. `with_optimizer` makes the result of a strategy: the
-specs of the model and of its optimizer.
+and the ``schedule`` that runs the module. `modules_of` lists the modules of a model.
+`with_optimizer` makes the result of a strategy: the specs of the model and of its optimizer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
 from ..activations.calls import Tag
+from ..errors import UnshardedWarning, message, warn_or_raise
 from ..partition.optimizer import with_optimizer
 from ..partition.strategies import (
     activations_of,
@@ -39,7 +41,7 @@ from ..partition.strategies import (
     mesh_and_axis,
     remarks_on,
 )
-from ..partition.variables import NamedVariable, variables
+from ..partition.variables import NamedVariable, modules_of, variables
 from ..specs.activation_sharding import InOutSharding
 from ..specs.fitting import axes_of, pad_entries, suggestion
 from ..specs.paths import Path
@@ -113,6 +115,9 @@ def context_parallel(
       ValueError: specs of ``base`` do not fit, or the axis or the method does not. In a call within
         ``jit``: what the method does not support.
 
+    Warns:
+      UnshardedWarning: no module has an ``attention_fn`` of Flax or of this package.
+
     Example:
       >>> import jax
       >>> from flax import nnx
@@ -141,6 +146,7 @@ def context_parallel(
     else:
         mesh, axis = mesh_and_axis(name, mesh, axis, across_slices=across_slices)
         axes = axis
+    _check_attention(name, model, math.prod(mesh.shape[each] for each in axes_of(axes)))
     parameters = variables(model)
     specs = base_specs(name, parameters, base, mesh)
     rest = PartitionSpec.UNCONSTRAINED  # the batch and the features, which the compiler shards
@@ -181,22 +187,63 @@ _NAMES = ("dot_product_attention", "dot_product_attention_with_rope")
 _FLAX_FUNCTIONS = [getattr(nnx, name) for name in _NAMES if hasattr(nnx, name)]
 
 
+def _check_attention(caller: str, model: object, num_devices: int) -> None:
+    """Warns if no module of a model has attention that is computed over sharded sequences.
+
+    A tree without modules, such as an ``nnx.State``, says nothing of attention.
+
+    Args:
+      caller: the name of the strategy, for the message.
+      model: the model.
+      num_devices: the number of devices that share a sequence.
+    """
+    functions = [_attention_of(module)[0] for module in modules_of(model)]
+    known = (*_FLAX_FUNCTIONS, *METHODS.values())
+    if num_devices == 1 or not functions or any(function in known for function in functions):
+        return
+    warn_or_raise(
+        UnshardedWarning,
+        message(
+            f"{caller}: no module of the model has attention that {caller} can replace, so the "
+            "method has no effect.",
+            [],
+            "Unless modules call ring_attention, all_to_all_attention or all_gather_attention "
+            "themselves, the compiler gathers all keys and values. In modules with attention, set "
+            "self.attention_fn = nnx.dot_product_attention, and call that.",
+        ),
+        strict=False,
+    )
+
+
+def has_replaceable_attention(model: object) -> bool:
+    """Whether a module of a model has attention that `context_parallel` replaces by its method."""
+    return any(_attention_options(module) is not None for module in modules_of(model))
+
+
 def _attends(_: Path, module: nnx.Module) -> bool:
     """Whether a module uses an attention function of Flax: a filter of modules."""
     return _attention_options(module) is not None
 
 
-def _attention_options(module: nnx.Module) -> dict[str, Any] | None:
+def _attention_options(module: object) -> dict[str, Any] | None:
     """Returns the keywords that a module gives to an attention function of Flax.
 
     The keywords are those of a ``functools.partial`` around the function; without a partial, the
     dict is empty. The result is None if the module uses no attention function of Flax.
     """
-    function: Any = vars(module).get("attention_fn")
-    keywords: dict[str, Any] = {}
-    if type(function) is functools.partial and not function.args:
-        function, keywords = function.func, function.keywords
+    function, keywords = _attention_of(module)
     return keywords if function in _FLAX_FUNCTIONS else None
+
+
+def _attention_of(module: object) -> tuple[Any, dict[str, Any]]:
+    """Returns the attribute ``attention_fn`` of a module, without a partial, and its keywords.
+
+    The function is None if the module has no such attribute.
+    """
+    function: Any = vars(module).get("attention_fn")
+    if type(function) is functools.partial and not function.args:
+        return function.func, function.keywords
+    return function, {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -199,6 +199,12 @@ def variables(tree: object) -> Sequence[NamedVariable]:
     return listing_of(tree).variables
 
 
+def modules_of(tree: object) -> list[Any]:
+    """Lists the modules of a model or a pytree, each once; none for the State of a model."""
+    listing = listing_of(tree)
+    return [listing.flat.objects[index] for _, index in listing.modules()]
+
+
 def listing_of(tree: object) -> Listing:
     """Flattens a model, an optimizer or a pytree, and lists its Variables and bare arrays.
 

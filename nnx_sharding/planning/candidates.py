@@ -45,7 +45,7 @@ from .. import _compat
 from ..analysis.parameters import spec_text
 from ..errors import ShardingWarning, raise_if_any, warn_or_raise, warnings_collected
 from ..experimental import context_parallel, expert_parallel
-from ..experimental.context import METHODS
+from ..experimental.context import METHODS, has_replaceable_attention
 from ..partition import fsdp, pipeline, replicated, tensor_parallel, zero1
 from ..partition.mesh import axes_across_slices
 from ..partition.pipelining import layers_of
@@ -208,6 +208,8 @@ class Arguments:
       stages: the different numbers of layers of stacks and of lists of blocks, in increasing order:
         a pipeline divides these numbers.
       experts: the number of experts; 0 without experts.
+      has_replaceable_attention: whether a method of attention over sharded sequences changes
+        anything.
       _names: the name of each argument in the step.
       _tree: the treedef of ``args``, in which modules are leaves.
       _shardings: the cache of `_Recipe`: what strategies returned for these models.
@@ -246,6 +248,7 @@ class Arguments:
         self.stages = sorted({len(layers) for layers in layered})
         # The first model with experts tells their number.
         self.experts = next((number for number in map(_experts, models) if number), 0)
+        self.has_replaceable_attention = any(map(has_replaceable_attention, models))
         # All recipes share this cache, because many chains begin with the same calls.
         self._shardings: dict[Any, _MadeSharding] = {}
 
@@ -784,7 +787,8 @@ def _calls_over_layers(
 
     Returns:
       The calls, by the name of the method: ``{"ring": …, "all_to_all": …}``. If sequences are not
-      sharded, there is no method to choose, and the only name is empty.
+      sharded, or no attention is replaced, there is no method to choose, and the only name is
+      empty.
     """
     calls: list[Call] = []
     [expert], [context] = axes.expert, axes.context
@@ -802,7 +806,10 @@ def _calls_over_layers(
         # Only the method all_to_all can use two axes: devices exchange heads along the first axis,
         # and keys and values go around the second axis.
         options = {"axis": (context, *rings), "method": "all_to_all"}
-        return {"all_to_all": [*calls, (context_parallel, options)]}
+        name = "all_to_all" if arguments.has_replaceable_attention else ""
+        return {name: [*calls, (context_parallel, options)]}
+    if not arguments.has_replaceable_attention:
+        return {"": [*calls, (context_parallel, {"axis": context})]}
     return {
         method: [*calls, (context_parallel, {"axis": context, "method": method})]
         for method in METHODS
