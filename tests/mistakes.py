@@ -1226,6 +1226,20 @@ def abstract_arguments(lib: Library) -> Any:
 
 
 @mistake(
+    "abstract-arguments",
+    "a model that was loaded without its random streams",
+    TypeError,
+    "model.layers[0].rngs.count, uint32[]\n",
+    "by nnx.update(model, nnx.state(make(), nnx.RngState))",
+)
+def abstract_streams(lib: Library) -> Any:
+    model = nnx.Dict(layers=nnx.List([nnx.Dropout(0.5, rngs=nnx.Rngs(0))]), up=nnx.Param(X))
+    streams = nnx.eval_shape(lambda: nnx.state(nnx.clone(model), nnx.RngState))
+    nnx.update(model, streams)
+    return lib.jit(lambda model, x: model.layers[0](x))(model, X)
+
+
+@mistake(
     "not-divisible",
     "an update with another shape",
     ValueError,

@@ -33,6 +33,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
@@ -50,6 +51,7 @@ from .problems import (
     join_paths,
 )
 from .spec_checks import fit_specs
+from .structure import Structure, VariableEntry
 from .transform import Sharded
 
 # A function of the plan and the arrays of a call: returns the error, or None if nothing is wrong.
@@ -116,18 +118,38 @@ def _check_arrays(plan: Plan, leaves: Arrays) -> Exception | None:
     return arguments_not_arrays(plan.names, leaves) if is_sharded else None
 
 
-@as_check(
-    "abstract-arguments",
-    "{name}: these arguments are abstract, without data:",
-    "Pass them to lower or eval_shape. If nnx.eval_shape did not make them, a traced function has "
-    "stored an intermediate value where it outlives the trace.",
-    TypeError,
-)
-def _check_abstract(plan: Plan, leaves: Arrays) -> Iterator[str]:
-    """Yields a line for each abstract array."""
-    for name, leaf in zip(plan.names, leaves, strict=True):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            yield array_line(name, leaf)
+def _check_abstract(plan: Plan, leaves: Arrays) -> Exception | None:
+    """Returns an error for abstract arrays, which says for random streams how to fill them."""
+    abstract = {x for x, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
+    remedies = ["Pass them to lower or eval_shape."]
+    random = abstract.intersection(_slots_of_streams(plan.structure))
+    if random:  # after load_safetensors, only these are abstract
+        remedies.append(
+            "Files of weights have no random streams (nnx.RngState): after load_safetensors, fill "
+            "them by nnx.update(model, nnx.state(make(), nnx.RngState)), where make() returns such "
+            "a model; a large one is made within jit."
+        )
+    if random != abstract:
+        remedies.append(
+            "If nnx.eval_shape did not make them, a traced function has stored an intermediate "
+            "value where it outlives the trace."
+        )
+    return listed_error(
+        TypeError,
+        f"{plan.transform.name}: these arguments are abstract, without data:",
+        [array_line(plan.names[slot], leaves[slot]) for slot in sorted(abstract)],
+        " ".join(remedies),
+        "abstract-arguments",
+    )
+
+
+def _slots_of_streams(structure: Structure) -> Iterator[int]:
+    """Yields the slots of the keys and counts of random streams."""
+    for location in structure.walk(structure.root, iter(structure.root_slots)):
+        index = location.object_index
+        entry = None if index is None else structure.entries[index]  # None for a bare array
+        if isinstance(entry, VariableEntry) and issubclass(entry.type, nnx.RngState):
+            yield from location.slots
 
 
 @as_check(
