@@ -510,6 +510,30 @@ def test_one_error_has_all_problems(tmp_path):
         assert text in str(caught.value)
 
 
+def test_the_table_has_all_tensors(tmp_path):
+    """Those with a rule of the user and those that are ignored, too, in the order of the file."""
+    extra = {"own.a": np.zeros(3), "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4)}
+    tensors = llama_with(**extra)
+    folder = written(tmp_path, tensors)
+    pattern = r"model\.layers\.(\d+)\.self_attn\.(q|o)_proj\.weight"
+    rules = match_tensors(nnx.eval_shape(Llama), folder, rules={r"own\..*": None})
+    templates = dict.fromkeys(re.sub(r"\.\d", ".{}", name) for name in sorted(tensors))
+    assert [row.tensor for row in rules.table] == [*templates]
+    ignored = {row.tensor: row.note for row in rules.table if not row.path}
+    assert ignored == {"own.a": "given", "model.layers.{}.self_attn.rotary_emb.inv_freq": ""}
+    again = match_tensors(nnx.eval_shape(Llama), folder, rules=rules)
+    assert {row[:4] for row in again.table} == {row[:4] for row in rules.table}
+    assert {row.note for row in again.table} == {"given"} and "given" not in repr(again)
+    stacked = shaped(attn__q_proj=(2, 4, 3), attn__o_proj=(2, 4, 3))
+    tensors = {
+        f"model.layers.{i}.self_attn.{x}_proj.weight": linear(3, 4) for i in range(2) for x in "qo"
+    }
+    given = {pattern: Tensor("attn/{1}_proj", "out in -> {0} in out")}
+    found = match_tensors(stacked, written(tmp_path, tensors), rules=given)
+    assert [row.path for row in found.table] == ["attn/o_proj", "attn/q_proj"]
+    assert {row[2:] for row in found.table} == {((3, 4), (2, 4, 3), "given")}
+
+
 def test_rules_that_are_given_come_first(tmp_path):
     own = linear(EMBED, 48).reshape(EMBED, HEADS, HEAD_DIM)
     folder = written(tmp_path, llama_with(**{Q: None, "own.queries": own}))

@@ -69,9 +69,16 @@ from .safetensors import WEIGHTS, selected_weights
 from .tensor_candidates import Candidate, Convention, Order, Shape, candidates, distinct
 from .tensor_links import Group, Link, Links, Numbers, grouped
 from .tensor_matching import fill_by_rules
-from .tensor_names import QKV_BY_HEAD
+from .tensor_names import QKV_BY_HEAD, read_name
 from .tensor_rules import Rule, Tensor, read_rules
-from .tensor_table import Match, TensorRules, loaded_rules
+from .tensor_table import (
+    GIVEN,
+    Match,
+    MatchTable,
+    TensorRules,
+    loaded_rules,
+    matches_by_rules,
+)
 
 _MATCH = "match_tensors"
 
@@ -167,10 +174,22 @@ def match_tensors(
         raise_if_any(CheckpointError, head, problems, _remedy(tensors, unmatched))
 
         # 4. Check that the rules fill each array completely, and once; raise an error otherwise.
-        result = TensorRules({**given_rules, **matching.rules()}, matching.matches)
+        inferred_rules = matching.rules()
+        result = TensorRules({**given_rules, **inferred_rules})
         leaves = {name: array.leaf for name, array in arrays.items()}
-        paths = {array.path for array in all_arrays}
-        fill_by_rules(head, read_rules(_MATCH, result), tensors, leaves, paths, cast=True)
+        all_leaves = {array.path: array.leaf for array in all_arrays}
+        fill_by_rules(head, read_rules(_MATCH, result), tensors, leaves, all_leaves, cast=True)
+
+        # 5. The table has the order of the file, as the rules have.
+        ignoring = {pattern: rule for pattern, rule in inferred_rules.items() if rule is None}
+        rows = [
+            *matching.matches,
+            *matches_by_rules(compiled_rules, tensors, all_leaves, GIVEN),
+            *matches_by_rules(read_rules(_MATCH, ignoring), unruled, all_leaves, ""),
+        ]
+        templates = dict.fromkeys(read_name(name)[0].text for name in sorted(tensors))
+        order = {template: index for index, template in enumerate(templates)}
+        result.table = MatchTable(sorted(rows, key=lambda row: order[row.tensor]))
     return result
 
 
@@ -267,7 +286,7 @@ class _Matching:
       in_any_order: the paths of kernels whose dimensions may be in any order.
 
     Attributes:
-      matches: the rows of the table of rules.
+      matches: the rows of the table of rules, in any order.
 
     Private attributes:
 
@@ -301,9 +320,6 @@ class _Matching:
         self._links = links.links
         self._note_ambiguous_names(links)
         self._choose_ways(in_any_order)
-        # The table has the order of the file, as the rules have.
-        order = {group.template.text: index for index, group in enumerate(self._tensors)}
-        self.matches.sort(key=lambda match: order[match.tensor])
 
     def _note_ambiguous_names(self, links: Links) -> None:
         """Adds lines for arrays that several groups of tensors may fill, by their names.

@@ -3,13 +3,15 @@
 The text is a dict of Python, with calls of ``Tensor`` and ``slice``. The text is parsed, never run.
 
 From other modules: `read_name` returns the *template* of a name, which has {} for each number, and
-the numbers. `read_rules` compiles rules, and raises an error if they cannot be understood. `table`
-makes what ``print`` and notebooks show of rows.
+the numbers. ``rules.targets(name)`` returns the arrays of a tensor by compiled rules: an empty list
+if the rule ignores the tensor, None without a rule. `read_rules` compiles rules, and raises an
+error if they cannot be understood. `table` makes what ``print`` and notebooks show of rows.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import keyword
 import os
 import re
@@ -20,8 +22,9 @@ from ..analysis.json_codec import file_path
 from ..analysis.tables import Pictured, table
 from ..core.publishing import write_file
 from ..errors import CheckpointError
+from ..specs.types import AnyArray
 from .tensor_names import read_name
-from .tensor_rules import Rule, Tensor, read_rules
+from .tensor_rules import Rule, Rules, Tensor, read_rules
 
 
 class Match(NamedTuple):
@@ -32,6 +35,40 @@ class Match(NamedTuple):
     shape: tuple[int, ...]  # the shape of the tensors
     array_shape: tuple[int, ...]
     note: str  # how a tensor becomes an array
+
+
+GIVEN = "given"  # the note of rows for rules that the user gave
+
+
+def matches_by_rules(
+    rules: Rules,
+    tensors: Mapping[str, AnyArray],
+    arrays: Mapping[str, AnyArray],
+    note: str,
+) -> list[Match]:
+    """Returns the rows for rules that are not inferred: one for each kind of tensor and its path.
+
+    Args:
+      rules: the rules; tensors without one get no row.
+      tensors: the tensors, by name.
+      arrays: all arrays of the model, by path.
+      note: the note of the rows.
+    """
+    rows: dict[tuple[str, str, str | None], Match] = {}
+    for name in sorted(tensors):
+        template, shape = read_name(name)[0].text, tensors[name].shape
+        targets = rules.targets(name)
+        if targets == []:
+            rows.setdefault((template, "", None), Match(template, "", shape, (), note))
+        for target in targets or ():
+            # Other groups than numbers have one text for all tensors of a template, such as "q".
+            numbers = (f"{{{index}}}" for index in itertools.count())
+            path = target.tensor.path.format(
+                *(next(numbers) if text.isdecimal() else text for text in target.groups)
+            )
+            match = Match(template, path, shape, arrays[target.path].shape, note)
+            rows.setdefault((template, path, target.tensor.dimensions), match)
+    return [*rows.values()]
 
 
 class MatchTable(tuple[Match, ...], Pictured):
@@ -62,7 +99,7 @@ class TensorRules(dict[str, Rule]):
     def __repr__(self) -> str:
         notes: dict[str, list[str]] = {}  # the notes of all rows, by the template of tensors
         for match in self.table:
-            if match.note:
+            if match.note and match.note != GIVEN:
                 notes.setdefault(match.tensor, []).append(match.note)
         lines = ["{"]
         last_note = ""
