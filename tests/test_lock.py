@@ -140,6 +140,21 @@ def test_totals_and_remedy_come_first(report, lock):
         assert_unchanged(dataclasses.replace(report, memory=memory), lock)
 
 
+def test_the_headline_names_what_differs(report, lock):
+    """Where all totals are within the tolerance, the change that is the reason comes first."""
+    tiny = dataclasses.replace(
+        report.collectives[0], kind="collective-permute", bytes_sent=1, times=1, parameters=()
+    )
+    extra = dataclasses.replace(
+        report, collectives=type(report.collectives)([*report.collectives, tiny])
+    )
+    with pytest.raises(AssertionError) as error:
+        assert_unchanged(extra, lock)
+    first = str(error.value).splitlines()[0]
+    assert "says: collective-permute over data for " in first, first
+    assert first.endswith("; within the tolerance: bytes sent; as before: peak, flops.")
+
+
 def test_rules(tmp_path):
     """A rule that decides instead of another is named, also where the spec is the same."""
     mesh = make_mesh({"data": 4}, axis_types=AxisType.Auto, devices=jax.devices()[:4])
@@ -161,7 +176,7 @@ def test_rules(tmp_path):
         assert_unchanged(step(same), path)
     changed = "  model.layers[*].up.kernel: rule: fsdp over dimension 1 → PathRegex('up/kernel$')"
     assert str(error.value).endswith(f"\narguments\n{changed}")
-    assert str(error.value).count("→") == 1
+    assert str(error.value).count("→") == 2  # in the headline and below
     # A report without reasons says nothing of rules.
     assert_unchanged(step(same).report(), path)
     both = fsdp(model, mesh=mesh, min_size=0, base=override(strategy, {"up/kernel$": P("data")}))

@@ -25,7 +25,7 @@ From other modules:
     PlanningResult   the ``comparison`` of candidates, and the ``best`` one, or None
     SearchInterrupted
                      Ctrl-C ended a search; its ``result`` has what was compiled until then
-    changes_since, totals_since, described
+    changes_since, headline, described
                      the figures of a report that differ from a lock file, a text of both totals,
                      and a text of these changes
 """
@@ -65,9 +65,9 @@ from ..testing.lock import (
     TOLERANCE,
     changes_since,
     described,
+    headline,
     lock_text,
     report_with_rules,
-    totals_since,
 )
 from ..transforms.jit import jit
 from ..transforms.lifted import Lifted
@@ -429,8 +429,9 @@ def run_check(arguments: argparse.Namespace) -> int:
         changes = changes_since(file, report, arguments.tolerance)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if changes:  # totals and the remedy come before the details, because these may be long
-        say(f"{report.name} is not as {file} says: {totals_since(file, report)}.")
+    if changes:  # the headline and the remedy come before the details, because these may be long
+        head = headline(file, report, changes, arguments.tolerance)
+        say(f"{report.name} is not as {file} says: {head}.")
         say(f"If this is wanted, write {file} again: {_lock_command(arguments)}.")
     say(described(changes, report))
     return int(bool(changes))

@@ -34,7 +34,7 @@ import itertools
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
@@ -136,9 +136,10 @@ def assert_unchanged(
         return
     changes = changes_since(path, report, tolerance)
     if changes:
-        # The totals and the remedy come before the details, because the details may be long.
+        # The headline and the remedy come before the details, because the details may be long.
+        head = headline(path, report, changes, tolerance)
         raise AssertionError(
-            f"{report.name} is not as {PurePath(path).name} says: {totals_since(path, report)}.\n"
+            f"{report.name} is not as {PurePath(path).name} says: {head}.\n"
             "If this is wanted, write the file again: update=True, pytest --update-locks, or "
             f"nnx-sharding lock.\n{described(changes, report)}"
         )
@@ -213,24 +214,47 @@ def _changed_versions(
     return changed
 
 
-def totals_since(path: str | os.PathLike[str], report: ProgramReport) -> str:
-    """Writes the totals of a lock file and a report: ``peak: 1 KiB → 2 KiB (+100.0%); …``.
+def headline(
+    path: str | os.PathLike[str],
+    report: ProgramReport,
+    changes: Sequence[Change],
+    tolerance: float = TOLERANCE,
+) -> str:
+    """Writes the totals that differ: ``peak: 1 KiB → 2 KiB (+100.0%); as before: flops``.
 
-    Figures that are equal are named at the end.
+    If none differs by more than the tolerance, the first change leads, because it is the reason:
+    a collective of 256 bytes may be new in a program that sends megabytes.
+
+    Args:
+      path: the lock file.
+      report: what the program costs now.
+      changes: what :func:`changes_since` returned for them.
+      tolerance: the fraction by which totals may differ.
     """
     old, new = _totals(_lock_in(path)), _totals(locked(report))
-    changed: list[str] = []
-    equal: list[str] = []
+    texts: list[str] = []
+    names: dict[str, list[str]] = {"within the tolerance": [], "as before": []}
     for name, before in old.items():
+        # The figures of "memory" are bytes, as the peak and the bytes sent are.
+        part: Part = "cost" if name == "flops" else "memory"
+        change = Change(part, name, before, new[name])
         if before == new[name]:
-            equal.append(name)
+            names["as before"].append(name)
+        elif _is_seen(change, tolerance):
+            texts.append(str(change))
         else:
-            # The figures of "memory" are bytes, as the peak and the bytes sent are.
-            part: Part = "cost" if name == "flops" else "memory"
-            changed.append(str(Change(part, name, before, new[name])))
-    if equal:
-        changed.append(f"as before: {', '.join(equal)}")
-    return "; ".join(changed)
+            names["within the tolerance"].append(name)
+    if not texts and changes:
+        first = next((change for change in changes if _is_seen(change)), changes[0])
+        others = f", and {len(changes) - 1} more" if len(changes) > 1 else ""
+        texts.append(f"{first}{others}")
+    texts += [f"{title}: {', '.join(equal)}" for title, equal in names.items() if equal]
+    return "; ".join(texts)
+
+
+def _is_seen(change: Change, tolerance: float = 0.0) -> bool:
+    """Whether a change is above a tolerance, and not written as ``+0.0%``; True for texts."""
+    return change.relative is None or abs(change.relative) > max(tolerance, 0.0005)
 
 
 def _totals(lock: Lock) -> dict[str, float | None]:
