@@ -46,6 +46,7 @@ def sharded_init(
 
     The constructor is compiled with ``out_shardings``, as with ``nnx.jit`` in Flax. The random
     bits are the same as with plain ``jit`` if ``jax_threefry_partitionable`` is on, as by default.
+    What is computed from them is the same up to rounding, as with ``jax.jit(out_shardings=...)``.
     All axes of the mesh are Auto in the constructor, unless it needs Explicit ones.
 
     Args:
