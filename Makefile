@@ -83,7 +83,7 @@ CORE_TESTS := $(CORE:%=tests/test_%.py)
 # Options of Flax change graphs, those of JAX change numbers.
 GRAPHS := arguments composition guard modes references shard_map state_sharding statics
 GRAPHS += custom_derivatives grad vjp vmap_and_scan remat stack accumulation
-NUMBERS := arguments plain_jax shardings stages
+NUMBERS := arguments plain_jax ring shardings stages
 MODES := NNX_GRAPH_MODE=0 NNX_GRAPH_UPDATES=0 JAX_ENABLE_X64=1 JAX_NUMPY_RANK_PROMOTION=raise
 # A merge is tested with tree mode only: it replaces the walk through the graph, what is written back
 # and the checks of both. The others replace one of these, or numbers. `make nightly` has all.

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from nnx_sharding import jit, stack
 from nnx_sharding.experimental import balanced_order, ring_attention
 from nnx_sharding.experimental.blocks import Rule, may_attend
+from nnx_sharding.experimental.context import METHODS
 from nnx_sharding.partition import fsdp, make_mesh
 from nnx_sharding.planning.predictions import products_in
 from zoo import Causal, assert_trains_alike, batch_of, mean_square
@@ -63,13 +64,14 @@ def test_memory_falls_with_the_number_of_devices():
         assert fewer < 0.6 * more
 
 
-def test_without_rank_promotion():
+@pytest.mark.parametrize("attend", METHODS.values(), ids=METHODS)
+def test_without_rank_promotion(attend):
     mesh = jax.make_mesh((4,), ("context",))
     heads = jax.ShapeDtypeStruct((2, 16, 4, 8), jnp.float32)
     options = {"is_causal": True, "dropout_rate": 0.1, "mask": jnp.ones((16, 16), bool)}
 
     def total(*arrays):
-        return ring_attention(
+        return attend(
             *arrays, mesh=mesh, dropout_rng=jax.random.key(0), broadcast_dropout=False, **options
         ).sum()
 
