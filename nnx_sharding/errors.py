@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
+import inspect
 import itertools
 import os
 import re
@@ -94,10 +96,42 @@ def warn_or_raise(
     if strict:
         raise see(StrictError(message), anchor)
     collected = _COLLECTED.get()
-    if collected is None:
-        warnings.warn(message, category, stacklevel=_users_level())
-    else:
+    definition = _DEFINITION.get()
+    if collected is not None:
         collected.append((category, message))
+    elif definition is not None and _is_called_by_command():
+        warnings.warn_explicit(message, category, *definition)
+    else:
+        warnings.warn(message, category, stacklevel=_users_level())
+
+
+# The file and line of the user's function for which a command runs; None outside of commands.
+_DEFINITION: ContextVar[tuple[str, int] | None] = ContextVar("_DEFINITION", default=None)
+
+
+@contextlib.contextmanager
+def command_for(function: Any) -> Iterator[None]:
+    """Lets warnings of the block point at a function, if no line of the user led to them.
+
+    A command of ``nnx_sharding.cli`` compiles what the function has returned, so the user's code
+    has returned when a warning is given.
+    """
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    token = _DEFINITION.set(code and (code.co_filename, code.co_firstlineno))
+    try:
+        yield
+    finally:
+        _DEFINITION.reset(token)
+
+
+def _is_called_by_command() -> bool:
+    """Whether a command called this code, and no code of the user was called in between."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_between(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(_COMMANDS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 # The list that gets the warnings of the current thread. Filters of `warnings` are not used, because
@@ -295,11 +329,11 @@ def _is_between(filename: str) -> bool:
     return is_library(filename) or filename in _HELPERS
 
 
-_FILES = (
-    getattr(sys.modules.get(x), "__file__", "") for x in (__package__, "jax", "jaxlib", "flax")
-)
+# `find_spec` finds packages that are not imported yet: a command imports this module before JAX.
+_SPECS = map(importlib.util.find_spec, (__package__, "jax", "jaxlib", "flax"))
 # Each folder ends with a slash, because `jaxtyping` would belong to `jax` otherwise.
-_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in _FILES if file)
+_LIBRARIES = tuple(f"{Path(x.origin).parent}{os.sep}" for x in _SPECS if x and x.origin)
+_COMMANDS = f"{Path(__file__).parent / 'cli'}{os.sep}"
 
 
 def is_library(filename: str) -> bool:

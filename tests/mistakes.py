@@ -891,6 +891,31 @@ def branch_types(lib: Library) -> Any:
     return lib.cond(X.sum() > 0, lambda x: x, lambda x: x.sum(), X)
 
 
+def on_explicit_axes(lib: Library, f: Any) -> Any:
+    """Calls ``jit(f)`` with a layer whose columns tensor_parallel shards, and with rows."""
+    mesh = grid(AxisType.Explicit)
+    model = nnx.Dict(up=nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    shardings = nnx_sharding.tensor_parallel(model, mesh=mesh), P("data")
+    return lib.jit(f, mesh=mesh, in_shardings=shardings)(model, X)
+
+
+@mistake(
+    "branches-that-differ",
+    "branches with results of different shardings on Explicit axes",
+    TypeError,
+    "output: float32[8@data,4@model] in true_fun, float32[8@data,4] in false_fun",
+    "activation_shardings={path: P('data', None)}",
+    "jax.sharding.reshard(x, P('data', None)) in a branch",
+    "jit(..., auto_axes=True)",
+)
+def branch_shardings(lib: Library) -> Any:
+    def f(model, x):
+        branches = (lambda model, x: model.up(x), lambda _, x: x)
+        return nnx_sharding.cond(x.sum() > 0, *branches, model, x)
+
+    return on_explicit_axes(lib, f)
+
+
 class Dropped(nnx.Module):
     """Three layers in one, whose random streams are not split."""
 
@@ -990,6 +1015,37 @@ def other_carry(lib: Library) -> Any:
 )
 def carry_alone(lib: Library) -> Any:
     return lib.scan(lambda carry, x: carry * x)(X, jnp.ones(3))
+
+
+@mistake(
+    "carry-of-another-form",
+    "a step that changes the sharding of the carry on Explicit axes",
+    TypeError,
+    "carry: float32[8@data,4] → float32[8@data,4@model]",
+    "activation_shardings={path: P('data', None)}",
+    "jax.sharding.reshard(x, P('data', None)) in the step",
+    "jit(..., auto_axes=True)",
+)
+def carry_sharding(lib: Library) -> Any:
+    def f(model, x):
+        return nnx_sharding.scan(lambda carry, _: (model.up(carry), None), length=2)(x, None)
+
+    return on_explicit_axes(lib, f)
+
+
+@mistake(
+    "carry-of-another-form",
+    "a body of `while_loop` that changes the sharding of the carry on Explicit axes",
+    TypeError,
+    "init_val[1]: float32[8@data,4] → float32[8@data,4@model]",
+    "jax.sharding.reshard(x, P('data', None)) in the step",
+)
+def loop_sharding(lib: Library) -> Any:
+    def f(model, x):
+        step = lambda carry: (carry[0], carry[0].up(carry[1]))  # noqa: E731
+        return nnx_sharding.while_loop(lambda carry: carry[1].sum() > 0, step, (model, x))[1]
+
+    return on_explicit_axes(lib, f)
 
 
 def loss_of(model: Model, x: jax.Array) -> jax.Array:
@@ -1352,6 +1408,57 @@ def untyped_loss(lib: Library) -> Any:
 
 
 @mistake(
+    "operation-outside-of-modules",
+    "sharded rows that are written into a replicated array",
+    ValueError,
+    "input type=float32[8@data,4] and requested type=float32[8,4]",
+    "The operation is outside of modules",
+    "give the operation an out_sharding",
+)
+def untyped_update(lib: Library) -> Any:
+    return on_explicit_axes(lib, lambda model, x: jnp.zeros((8, 6)).at[:, :4].set(x))
+
+
+@mistake(
+    "output-that-jax-cannot-shard",
+    "sharded rows that a module writes into a replicated array",
+    ActivationError,
+    "model: Padded of f32[8@data,4]",
+    "activation_shardings={'^$': P('data',)}",
+)
+def untyped_update_in_module(lib: Library) -> Any:
+    class Padded(nnx.Module):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return jnp.zeros((8, 6)).at[:, :4].set(x)
+
+    shardings = P(), P("data")
+    return lib.jit(forward, mesh=grid(AxisType.Explicit), in_shardings=shardings)(Padded(), X)
+
+
+class Head(nnx.Module):
+    """A layer that is called by another method than ``__call__``."""
+
+    def __init__(self) -> None:
+        self.up = nnx.Linear(4, 16, rngs=nnx.Rngs(0))
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        return self.up(x)
+
+
+@mistake(
+    "gathered-output",
+    "logits of another method than `__call__`",
+    UnshardedWarning,
+    "activation_shardings={Head: InOutSharding(P('data',), method='logits')}",
+)
+def gathered_logits_of_method(lib: Library) -> Any:
+    mesh = grid(AxisType.Explicit)
+    shardings = nnx_sharding.tensor_parallel(Head(), mesh=mesh), P("data")
+    f = lib.jit(lambda model, x: model.logits(x).max(), mesh=mesh, in_shardings=shardings)
+    return f(Head(), X)
+
+
+@mistake(
     "gathered-output",
     "a loss outside of a model whose logits are sharded over the classes",
     UnshardedWarning,
@@ -1427,6 +1534,37 @@ def constraint_on_explicit_axes(lib: Library) -> Any:
     mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Explicit, AxisType.Auto))
     shardings = P(), P("data")
     return lib.jit(forward, mesh=mesh, in_shardings=shardings)(Constrained(), X)
+
+
+class ConstrainedByMesh(Constrained):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        sharding = NamedSharding(grid(AxisType.Explicit), P("data"))
+        return jax.lax.with_sharding_constraint(x * self.scale[...], sharding)
+
+
+@mistake(
+    "constraint-on-explicit-axes",
+    "a NamedSharding of the Explicit mesh in a module of a strategy",
+    ValueError,
+    "model runs with Auto axes",
+    "Pass its spec alone, P('data',), to with_sharding_constraint",
+    "nnx_sharding.with_sharding_constraint",
+)
+def constraint_by_mesh(lib: Library) -> Any:
+    mesh = grid(AxisType.Explicit)
+    shardings = nnx_sharding.fsdp(ConstrainedByMesh(), mesh=mesh, min_size=0), P("data")
+    return lib.jit(forward, mesh=mesh, in_shardings=shardings)(ConstrainedByMesh(), X)
+
+
+@mistake(
+    "unused-filter-for-activations",
+    "a filter for modules that run by another method",
+    ActivationError,
+    "Head: its modules ran by 'logits': write {Head: InOutSharding(P('data',), method='logits')}",
+)
+def unused_method_filter(lib: Library) -> Any:
+    f = lib.jit(lambda model, x: model.logits(x), activation_shardings={Head: P("data")})
+    return f(Head(), X)
 
 
 @mistake(

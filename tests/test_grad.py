@@ -645,6 +645,18 @@ class ShardedTest(parameterized.TestCase):
         expected = FLAX.grad(square, argnums=which)(MLP(), X)
         assert_same(jax.tree.map(np.asarray, grads), jax.tree.map(np.asarray, expected), rtol=1e-5)
 
+    @parameterized.parameters("grad", "value_and_grad")
+    def test_captured_arrays_are_not_blamed_for_a_missing_mesh(self, name):
+        mesh = mesh_of((4, 2), ("data", "model"), "explicit")
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        step = nnx_sharding.jit(lambda model, x: model(x), in_shardings=(P(), P("data")), mesh=mesh)
+        grad = getattr(OURS, name)(lambda model: jnp.mean(step(model, x) ** 2))
+        with pytest.raises(ValueError, match=r"jax\.set_mesh") as caught:
+            grad(MLP())
+        assert not any("captures" in note for note in caught.value.__notes__)
+        with jax.set_mesh(mesh):
+            grad(MLP())
+
     def test_in_shard_map_as_jax(self):
         mesh = mesh_of((8,), ("data",))
         model, counter = MLP(), Counter()

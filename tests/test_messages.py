@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -32,6 +34,7 @@ from nnx_sharding.errors import (
     StrictError,
     UnshardedWarning,
     by_kind,
+    command_for,
     each_warning_once,
     listed,
     message,
@@ -123,6 +126,32 @@ def test_warnings_name_the_line_of_a_user_whose_package_has_a_similar_name(libra
     with pytest.warns(UnshardedWarning) as caught:
         exec(compile("warn()", file, "exec"), names)
     assert [warning.filename for warning in caught] == [file]
+
+
+def test_warnings_of_a_command_name_the_function_of_the_user():
+    def warn():
+        warn_or_raise(UnshardedWarning, "text", strict=False)
+
+    def step():
+        warn()
+
+    # The command warns once itself, after the user's function, and once by a line of the user.
+    file = str(Path(nnx_sharding.__file__).parent / "cli" / "programs.py")
+    with pytest.warns(UnshardedWarning) as caught, command_for(step):
+        names = {"warn": functools.partial(warn_or_raise, UnshardedWarning, "text", strict=False)}
+        exec(compile("warn()", file, "exec"), names)
+        exec(compile("step()", file, "exec"), {"step": step})
+    lines = [step.__code__.co_firstlineno, warn.__code__.co_firstlineno + 1]
+    assert [(x.filename, x.lineno) for x in caught] == [(__file__, line) for line in lines]
+
+
+def test_packages_are_known_before_they_are_imported():
+    code = (
+        "import sys, nnx_sharding.errors as errors\n"
+        "import jax, flax\n"
+        "assert errors.is_library(jax.__file__) and errors.is_library(flax.__file__)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_each_warning_once():

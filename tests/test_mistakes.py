@@ -108,7 +108,7 @@ def large(depth: int, count: int) -> type[mistakes.Model]:
 
 
 # What JAX says about them has lines of its own.
-OF_JAX = ("captured_explicit", "captured_other_mesh", "untyped_loss")
+OF_JAX = ("captured_explicit", "captured_other_mesh", "constraint_by_mesh", "untyped_loss")
 
 
 class MistakesTest(parameterized.TestCase):

@@ -70,6 +70,8 @@ SHARDING_ERRORS: tuple[type[Exception], ...] = (
     private_name("jax._src.core", "ShardingTypeError"),
     private_name("jax._src.named_sharding", "DuplicateSpecError"),
 )
+# With these, `except` catches all for which :func:`is_sharding_error` may be true.
+SHARDING_OR_VALUE_ERRORS: tuple[type[Exception], ...] = (*SHARDING_ERRORS, ValueError)
 JittedFunction: Any = type(jax.jit(len))  # callable from C
 trace_is_clean: Callable[[], bool] = private_name("jax._src.core", "trace_state_clean")
 _trace_ctx: Any = private_name("jax._src.core", "trace_ctx")
@@ -115,6 +117,11 @@ def is_mesh_error(error: BaseException) -> bool:
     return bool(re.search("mesh|closing over", str(error), re.IGNORECASE))
 
 
+def lacks_mesh_in_context(error: BaseException) -> bool:
+    """Whether JAX ran one operation on its own, and asks for a mesh in context for it."""
+    return "Length of device assignment" in str(error)
+
+
 def is_of_stacked_key(error: BaseException) -> bool:
     """Whether several random keys were used as one."""
     return "accepts a single key" in str(error)
@@ -128,6 +135,23 @@ def is_memory_error(error: BaseException) -> bool:
 def compiled_count(jitted: Any) -> int:
     """Returns how many programs JAX has compiled for calls of a jitted function."""
     return int(jitted._cache_size())
+
+
+def is_sharding_error(error: BaseException) -> bool:
+    """Whether JAX refuses an operation because of the types of its inputs on Explicit axes.
+
+    That is one of ``SHARDING_ERRORS``, or its ValueError for an array that cannot be broadcast to
+    an equal shape, as in ``y.at[:4].set(x)``, because the two are sharded differently.
+    """
+    if isinstance(error, SHARDING_ERRORS):
+        return True
+    match = re.search(r"input type=(\S+) and requested type=(\S+)", str(error))
+    # Our own errors, which are subclasses, quote the text of JAX's.
+    if match is None or type(error) is not ValueError:
+        return False
+    # float32[8@data,16] and float32[8,16] are of one shape.
+    given, requested = (re.sub(r"@(\([^)]*\)|\w+)", "", text) for text in match.groups())
+    return given == requested and match[1] != match[2]
 
 
 def spec_of_constraint(error: BaseException) -> str | None:

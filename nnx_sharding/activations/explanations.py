@@ -92,7 +92,8 @@ def explain(error: ValueError, name: str, frame: Frame) -> None:
     * The module runs on Explicit axes, as it is written, and calls ``with_sharding_constraint``,
       which needs Auto axes. Then this raises another error instead.
     * The module runs on Auto axes, as a strategy chose, and uses an operation that needs Explicit
-      axes. Then the error gets a note that says how to run the operation on Explicit axes.
+      axes. Then the error gets a note that says how to run the operation on Explicit axes. For
+      ``with_sharding_constraint`` with a NamedSharding, it says how to run it on Auto axes.
 
     Args:
       error: the error, raised in a method of a module.
@@ -106,10 +107,25 @@ def explain(error: ValueError, name: str, frame: Frame) -> None:
     runs_as_written = axes_of_type(mesh, AxisType.Explicit) and not frame.is_by_strategy
     if runs_as_written:
         raise_if_constraint(error, name, module, path)  # returns for any other error
+        return
+    # A plain spec is for the mesh in context, whose axes are Auto here. Only the Explicit mesh of a
+    # NamedSharding is refused. It is None for any other error.
+    spec = _compat.spec_of_constraint(error)
+    if spec is not None:
+        text = (
+            f"{module} {_RUNS_WITH_AUTO_AXES}, but the mesh of this NamedSharding has Explicit "
+            f"ones. Pass its spec alone, {spec}, to with_sharding_constraint, or use "
+            "nnx_sharding.with_sharding_constraint, which takes both."
+        )
+        error.add_note(message(text, []))
+        see(error, "constraint-on-explicit-axes")
     elif _NEEDS_EXPLICIT_AXES.search(str(error)):
         as_written = InOutSharding(method=frame.method, axis_types=AxisType.Explicit)
         entry = {exact_path(path): as_written}
-        error.add_note(f"{module} {_RUNS_WITH_AUTO_AXES} activation_shardings={entry!r}.")
+        error.add_note(
+            f"{module} {_RUNS_WITH_AUTO_AXES}. For a method that uses out_sharding, reshard or a "
+            f"mesh itself, pass activation_shardings={entry!r}."
+        )
 
 
 def refuse_untyped(error: Exception, name: str, frame: Frame, inputs: object) -> NoReturn:
@@ -193,12 +209,13 @@ def add_hint_outside(error: Exception) -> None:
     because outside of it the error has notes already.
     """
     if not hasattr(error, "__notes__"):
-        error.add_note(
+        text = (
             "The operation is outside of modules, so nothing was inferred for it. Shard its "
             "inputs with activation_shardings={...} for the module that returns them, give the "
             "operation an out_sharding, or let the compiler choose with jit(..., "
             "auto_axes=True), with out_shardings."
         )
+        error.add_note(message(text, []))
     see(error, "operation-outside-of-modules")
 
 
@@ -208,9 +225,6 @@ def is_explained(error: Exception) -> bool:
 
 
 # The notes of :func:`explain` have this text after the name of the module.
-_RUNS_WITH_AUTO_AXES = (
-    "runs with Auto axes, because its shardings are inferred. For a method that uses out_sharding, "
-    "reshard or a mesh itself, pass"
-)
+_RUNS_WITH_AUTO_AXES = "runs with Auto axes, because its shardings are inferred"
 # JAX's errors about arrays on Auto axes have these words if it wants Explicit axes.
 _NEEDS_EXPLICIT_AXES = re.compile("of type Auto|only refer to Auto|context mesh", re.IGNORECASE)

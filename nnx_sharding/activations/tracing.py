@@ -45,9 +45,10 @@ From other modules:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -73,6 +74,7 @@ from ..specs.activation_sharding import (
     ActivationSharding,
     CallSchedule,
     InOutSharding,
+    indices_for_other_methods,
 )
 from ..specs.filters import glob_hint
 from ..specs.fitting import (
@@ -151,12 +153,11 @@ def sharded_activations(
         # JAX uses a trace again only if `CONTEXT` holds the same object as when it was made.
         with CONTEXT(scope.context), in_context(mesh):
             yield functools.partial(scope.run, caller.fun)
-    except _compat.SHARDING_ERRORS as error:  # an operation outside of modules raised it
-        add_hint_outside(error)
-        raise
-    except ValueError as error:
+    except _compat.SHARDING_OR_VALUE_ERRORS as error:
+        if _compat.is_sharding_error(error):  # an operation outside of modules raised it
+            add_hint_outside(error)
         # An error of a module has a note already, with the module's name.
-        if not is_explained(error):
+        elif not is_explained(error):
             raise_if_constraint(error, plan.transform.name)  # returns for any other error
         raise
 
@@ -200,6 +201,8 @@ class Scope:
         _schedules       the schedules for modules in the arguments, by name and path of the module
         _pending         the results of calls that a schedule runs later, with the last of them;
                          ``check_ran`` of one raises an error if that has not happened
+        _other_methods   for a filter, by the numbers of its source and of the filter: the methods
+                         that ran of modules that match it, but for which it declares nothing
     """
 
     def __init__(self, plan: Plan, transform: Sharded, unflattened: Unflattened, leaves: Arrays):
@@ -214,6 +217,7 @@ class Scope:
         self._plan, self._transform = plan, transform
         self._unflattened, self._leaves = unflattened, leaves
         self._pending: list[PendingCall] = []
+        self._other_methods: dict[tuple[int, int], set[str]] = {}
         self._schedules: dict[Place, CallSchedule] = {}
         self._whole_outputs = WholeOutputs()
 
@@ -440,10 +444,10 @@ class Scope:
         """
         try:
             return self._call_sharded(frame, schedule, call, args, kwargs)
-        except _compat.SHARDING_ERRORS as error:
-            # This always raises.
-            refuse_untyped(error, self._transform.name, frame, (args, kwargs))
-        except ValueError as error:
+        except _compat.SHARDING_OR_VALUE_ERRORS as error:
+            if _compat.is_sharding_error(error):
+                # This always raises.
+                refuse_untyped(error, self._transform.name, frame, (args, kwargs))
             if self._explicit_axes:
                 # Raises another error, or adds a note, or does nothing.
                 explain(error, self._transform.name, frame)
@@ -710,11 +714,15 @@ class Scope:
         """
         chosen = None
         for source in frame.tag.sources:
+            number = self._sources.index(source)  # equal sources are one in this list
+            call = frame.tag.path, frame.module, frame.method
+            if source.strict:  # only these have to be used
+                for other in indices_for_other_methods(source, *call):
+                    self._other_methods.setdefault((number, other), set()).add(frame.method)
             # The first filter of the source that matches this path, class and method.
-            index, sharding = source.find(frame.tag.path, frame.module, frame.method)
+            index, sharding = source.find(*call)
             if sharding is None or index is None:  # None: no filter of this source matches
                 continue
-            number = self._sources.index(source)  # equal sources are one in this list
             self.context.used.add((number, index))
             if chosen is None:
                 chosen, frame.is_strict = sharding, source.strict
@@ -746,27 +754,51 @@ class Scope:
             anchor="activation-specs-that-do-not-fit",
         )
 
-        unused = []
+        self._check_used()
+
+    def _check_used(self) -> None:
+        """Raises an error for filters that matched no call, if their source is strict."""
+        unused, has_paths = [], False
         for number, source in enumerate(self._sources):
             for index, sharding in enumerate(source.shardings):
-                is_used = (number, index) in self.context.used
-                if source.strict and not is_used:
-                    unused.append(_unused_line(source.filters[index], sharding.method))
+                if not source.strict or (number, index) in self.context.used:
+                    continue
+                methods = sorted(self._other_methods.get((number, index), ()))
+                unused.append(_unused_line(source.filters[index], sharding, methods))
+                # A path that matches modules is right, and only its method is not.
+                has_paths |= isinstance(source.filters[index], str) and not methods
+        explanation = ""
+        if has_paths:
+            explanation = (
+                "Strings are regular expressions for the paths of modules within the argument, "
+                "such as blocks/3/up. "
+            )
         raise_if_any(
             ActivationError,
-            f"{name}: these filters of activation_shardings match no called module:",
+            f"{self._transform.name}: these filters of activation_shardings match no called "
+            "module:",
             unused,
-            "Strings are regular expressions for the paths of modules within the argument, such as "
-            "blocks/3/up. Correct the filters, or pass ActivationSharding(..., strict=False).",
+            f"{explanation}Correct the filters, or pass ActivationSharding(..., strict=False).",
             anchor="unused-filter-for-activations",
         )
 
 
-def _unused_line(filter_: object, method: str) -> str:
-    """Returns a line about a filter that matched no call, with a hint if it looks like a glob."""
-    of = "" if method == "__call__" else f", method {method!r}"
+def _unused_line(filter_: object, sharding: InOutSharding, methods: Sequence[str]) -> str:
+    """Returns a line about a filter that matched no call, with what to write if that is known.
+
+    Args:
+      filter_: the filter.
+      sharding: what it declares.
+      methods: the names of other methods that ran, of modules that match the filter.
+    """
+    text = filter_.__name__ if isinstance(filter_, type) else repr(filter_)
+    method = "" if sharding.method == "__call__" else f", method {sharding.method!r}"
+    if methods:  # modules match, so the filter is right, and the method is not
+        right = dataclasses.replace(sharding, method=methods[0])
+        ran = ", ".join(map(repr, methods))
+        return f"  {text}{method}: its modules ran by {ran}: write {{{text}: {right!r}}}"
     hint = glob_hint(filter_) if isinstance(filter_, str) else ""
-    return f"  {filter_!r}{of}{hint and '.' + hint}"
+    return f"  {text}{method}{hint and '.' + hint}"
 
 
 _NOTHING_DECLARED = InOutSharding()

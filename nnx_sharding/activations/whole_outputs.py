@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,7 @@ from ..core.flatten import flatten
 from ..core.retyping import LEFT_AUTO_AXES, LeftAutoAxes
 from ..core.transform import Sharded
 from ..errors import UnshardedWarning, message, users_line, warn_or_raise
+from ..specs.activation_sharding import InOutSharding
 from ..specs.fitting import axes_of, entry_of, pad_entries, spec_axes
 from ..specs.head_names import KEYS
 from ..specs.paths import Path
@@ -168,6 +169,7 @@ class _GatheredOutput(NamedTuple):
     Attributes:
       name: the expression for the module, such as ``model``.
       type_name: the name of its class.
+      method: the name of the method that returned the output.
       array: the output.
       axes_text: the axes over which it is gathered, such as ``'model', 'data'``.
       sharded_spec: the spec that it would have without the gather, which the user may declare; None
@@ -182,6 +184,7 @@ class _GatheredOutput(NamedTuple):
 
     name: str
     type_name: str
+    method: str
     array: jax.Array
     axes_text: str
     sharded_spec: PartitionSpec | None
@@ -296,6 +299,7 @@ class WholeOutputs:
         return _GatheredOutput(
             name=frame.tag.accessor,
             type_name=type(frame.module).__name__,
+            method=frame.method,
             array=x,
             axes_text=", ".join(map(repr, gathered_axes)),
             sharded_spec=PartitionSpec(*pad_entries(spec, x.ndim)[:-1], entry_of(gathered_axes)),
@@ -356,6 +360,7 @@ def _gathered_cache(
     return _GatheredOutput(
         name=f"{frame.tag.accessor}.{method}",
         type_name=type(frame.module).__name__,
+        method=method,
         array=x,
         axes_text=", ".join(map(repr, sorted(heads.axes, key=str))),
         sharded_spec=_spec_of_cache(x, first_input, heads),
@@ -435,9 +440,12 @@ def _warn_of_results(transform: Sharded, results: Sequence[_GatheredOutput]) -> 
 
 def _warn_of_columns(transform: Sharded, outputs: Sequence[_GatheredOutput]) -> None:
     """Warns of columns that are used outside of modules; ``outputs`` are the arrays with them."""
-    whole_spec = _without_trailing(jax.typeof(outputs[0].array).sharding.spec)
+    first = outputs[0]
+    declaration: Any = _without_trailing(jax.typeof(first.array).sharding.spec)
+    if first.method != "__call__":  # a spec alone is for `__call__`
+        declaration = InOutSharding(declaration, method=first.method)
     # The key is the class, because a path would also be that of other models in the arguments.
-    entry = f"{{{outputs[0].type_name}: {whole_spec}}}"
+    entry = f"{{{first.type_name}: {declaration!r}}}"
     _warn(
         transform,
         "operations outside of modules get whole arrays, so what these modules return is gathered "

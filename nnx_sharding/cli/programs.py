@@ -25,6 +25,7 @@ From other modules:
     PlanningResult   the ``comparison`` of candidates, and the ``best`` one, or None
     SearchInterrupted
                      Ctrl-C ended a search; its ``result`` has what was compiled until then
+    command_for      lets warnings point at the user's function if no line of the user led to them
     changes_since, headline, described
                      the figures of a report that differ from a lock file, a text of both totals,
                      and a text of these changes
@@ -52,7 +53,7 @@ from ..analysis.json_codec import file_path, json_text
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
 from ..core.publishing import write_file
-from ..errors import warnings_collected
+from ..errors import command_for, warnings_collected
 from ..partition.mesh import on_topology, planning_mesh
 from ..planning.candidates import OVER_DATA, STYLES, checked_strategies
 from ..planning.plan import PlanningResult, plan
@@ -629,6 +630,7 @@ def _call_user_function(arguments: argparse.Namespace, make: Make[T]) -> T:
     if arguments.topology is None and arguments.slices > 1:
         raise UsageError("--slices needs --topology, such as --topology v5e:16x16")
     with contextlib.ExitStack() as context:
+        context.enter_context(command_for(function))
         try:
             # Within this context, `planning_mesh` makes meshes of the devices of the topology.
             # Without a topology, it changes nothing.

@@ -12,6 +12,7 @@ From other modules:
     note_host_arrays   adds a note to an error that names arguments in host memory. All three do
                     nothing if there is no such object or array
     is_mesh_error   whether JAX's error is about a mesh
+    lacks_mesh_in_context   whether JAX ran one operation on its own, without a mesh in context
     is_memory_error   whether JAX's error is about arrays in different kinds of memory
     call_and_pack   calls the user's function in a trace, so an error that passes through it comes
                     from this function
@@ -34,6 +35,7 @@ from .declared import note_host_arrays
 from .functions import note_captured_arrays, note_captured_object
 from .plan import Plan
 from .pure import call_and_pack
+from .transform import Sharded
 
 _LOGGER = logging.getLogger("nnx_sharding")
 
@@ -98,7 +100,11 @@ def _explanation(
     if isinstance(error, _compat.TraceContextError):
         note_captured_object(fun, plan.fun_name, error)
     elif isinstance(error, ValueError | NotImplementedError) and _compat.is_mesh_error(error):
-        note_captured_arrays(fun, plan.fun_name, error)
+        # `jit` gets its mesh from its arguments. Transforms such as `grad` run operations one by
+        # one, for which JAX takes the mesh in context, so to pass the arrays would not help.
+        is_compiled = isinstance(plan.transform, Sharded)
+        if is_compiled or not _compat.lacks_mesh_in_context(error):
+            note_captured_arrays(fun, plan.fun_name, error)
     # An inner function has explained an error that refers to docs/errors.md by its anchor, because
     # ``errors.see`` gives each explained error this attribute.
     is_explained = hasattr(error, "anchor")

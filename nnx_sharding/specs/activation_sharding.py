@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -352,6 +352,18 @@ class ActivationSharding:
         prefetch = f", prefetch={self.prefetch}" if self.prefetch else ""
         options = f"gather={self.gather!r}, infer={self.infer!r}{prefetch}"
         return f"ActivationSharding({{{items}}}, {options})"
+
+
+def indices_for_other_methods(
+    source: ActivationSharding, path: Path, module: object, method: str
+) -> Iterator[int]:
+    """Yields the index of each filter that matches a module, but declares another method.
+
+    The arguments are the declarations, and those of :meth:`ActivationSharding.find`.
+    """
+    for index, (predicate, sharding) in enumerate(source._pairs):
+        if sharding.method != method and predicate(path, module):
+            yield index
 
 
 def _axes(given: Any) -> tuple[Any, ...]:

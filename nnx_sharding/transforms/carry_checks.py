@@ -8,6 +8,7 @@ From other modules:
 
     parts_of      the attributes of an object, or the items of a container, each by its path
     show_child    a text for such an attribute or item, such as ``an array`` or ``a Linear``
+    type_spec     the spec in the type of an array; None if no axis of its mesh is Explicit
     accessor      an expression for a path: ``("model", ("up", "kernel"))`` → ``model.up.kernel``
     raise_if_any  raises an error with these lines; returns if there are none
     see           returns an error with a note on its section in ``docs/errors.md``
@@ -18,8 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 import jax
+from jax.sharding import PartitionSpec
 
 from .. import _compat
+from ..core.constrain import type_spec
 from ..core.structure import Structure, parts_of
 from ..diagnostics.differences import show_child
 from ..errors import raise_if_any, see
@@ -88,6 +91,43 @@ def type_changes(
             if has_other_shape or (has_other_dtype and not is_promoted):
                 lines.append(f"  {name}: {type_text(old)} → {type_text(new)}")
     return lines
+
+
+def sharding_changes(
+    names: Iterable[str], before: Iterable[object], after: Iterable[object]
+) -> tuple[list[str], str]:
+    """Returns a line for each array whose sharding changed on Explicit axes, and the remedy.
+
+    The sharding on Explicit axes is a part of the type, which JAX's loops keep. The compiler keeps
+    that on Auto axes, so it is not compared.
+
+    Args:
+      names: the expressions for the arrays, such as ``carry[0].kernel``.
+      before: the arrays that a step was given.
+      after: the arrays that the step left in their places, of the same shapes.
+    """
+    lines, specs = [], []
+    for name, old, new in zip(names, before, after, strict=False):  # as in `type_changes`
+        old_spec, new_spec = type_spec(old), type_spec(new)
+        # None: no axis is Explicit, or the array is on no mesh. Then JAX compares no shardings.
+        if old_spec is not None and new_spec is not None and old_spec != new_spec:
+            lines.append(f"  {name}: {type_text(old)} → {type_text(new)}")
+            specs.append(old_spec)
+    return lines, resharding_remedy("in the step", specs[0]) if specs else ""
+
+
+def resharding_remedy(place: str, spec: PartitionSpec) -> str:
+    """Returns what to do about arrays whose types differ in their shardings only.
+
+    Args:
+      place: where the array can be resharded, such as ``in the step``.
+      spec: the spec that the first of the arrays should have.
+    """
+    return (
+        "On Explicit axes the sharding is a part of the type. Declare what the module returns, "
+        f"activation_shardings={{path: {spec}}}, or write jax.sharding.reshard(x, {spec}) {place}. "
+        "Or let the compiler choose: jit(..., auto_axes=True), with out_shardings."
+    )
 
 
 def structure_changes(

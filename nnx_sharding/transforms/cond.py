@@ -34,6 +34,9 @@ and the caller's objects can change in one way only. From other modules:
                    a function with them may be kept for later calls
     reshard_like   gives an array the sharding of another one
     structure_changes  yields the places where two structures differ
+    resharding_remedy  says what to do about arrays that differ only in their shardings
+    type_spec      the spec in the type of an array; None if no axis of its mesh is Explicit
+    spec_axes      all mesh axes in a spec
 """
 
 from __future__ import annotations
@@ -41,20 +44,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from .. import _compat
 from ..activations.variables import reshard_like
 from ..core.arguments import named_parts
 from ..core.call_context import called_by, current_caller
+from ..core.constrain import type_spec
 from ..core.outcome import INPUT, Outcome, OutputGroup, union
 from ..core.plan import Plan
 from ..core.rebuild import slots_before
 from ..errors import raise_if_any
-from .carry_checks import structure_changes
+from ..specs.fitting import spec_axes
+from .carry_checks import resharding_remedy, structure_changes
 from .functions import Functions, call_functions, scalar_value
 from .in_trace import (
     Function,
@@ -271,7 +277,7 @@ class _Branches:
         self._static = static
         self._outcomes: dict[int, Outcome] = {}
         self._returned: dict[int, str] = {}
-        self._types: dict[int, list[tuple[str, str]]] = {}
+        self._types: dict[int, list[_NamedType]] = {}
         caller = current_caller()
         assert caller is not None  # branches are only made in a call
         # Equal branches are traced under the number of the first of them. An expert per branch is
@@ -320,10 +326,8 @@ class _Branches:
 
     def _named_types(
         self, outcome: Outcome, groups: Sequence[OutputGroup], results: Sequence[object]
-    ) -> list[tuple[str, str]]:
-        """Returns the name and the type of the array in each slot after a branch, as texts.
-
-        A weak type has the same text as a strong one, because JAX promotes it.
+    ) -> list[_NamedType]:
+        """Returns the name and the type of the array in each slot after a branch.
 
         Args:
           outcome: what the branch did.
@@ -334,10 +338,15 @@ class _Branches:
         for (group, position), result in zip(outcome.sources, results, strict=True):
             # The source of an unchanged input is its slot in the arguments, and so is its name.
             name = self._plan.names[position] if group == INPUT else groups[group].names[position]
-            aval: Any = None if result is None else jax.typeof(result)
-            # The text is ``float32[2,4]``, or "none" for a leaf that JAX cannot pass on.
-            type_text = "none" if aval is None else aval.str_short(short_dtypes=False)
-            named_types.append((name, type_text))
+            if result is None:
+                named_types.append(_NamedType(name, "none", "none", None))
+                continue
+            aval: Any = jax.typeof(result)
+            text = aval.str_short(short_dtypes=False)
+            # A value of a hijax type has no shape and no dtype, so its text stands for them.
+            has_shape = hasattr(aval, "dtype") and hasattr(aval, "shape")
+            unsharded = f"{aval.dtype}{aval.shape}" if has_shape else text
+            named_types.append(_NamedType(name, text, unsharded, type_spec(result)))
         return named_types
 
     def _call_branch(self, number: int, leaves: Sequence[object]) -> Sequence[Any]:
@@ -458,20 +467,46 @@ class _Branches:
 
     def _check_types(self, number: int) -> None:
         """Raises a ``TypeError`` if arrays after a branch have other types than after the first."""
-        lines = []
         first_number = self._first_traced()
         pairs = zip(self._types[first_number], self._types[number], strict=True)
-        for (name, text), (_, other_text) in pairs:
-            if text != other_text:
-                lines.append(
-                    f"  {name}: {text} in {self._labels[first_number]}, "
-                    f"{other_text} in {self._labels[number]}"
-                )
+        different = [(first, other) for first, other in pairs if first.text != other.text]
+        lines = [
+            f"  {first.name}: {first.text} in {self._labels[first_number]}, "
+            f"{other.text} in {self._labels[number]}"
+            for first, other in different
+        ]
+        remedy = "Cast or reshape them in the branches, so that all agree."
+        specs = [array.spec for pair in different for array in pair if array.spec is not None]
+        if specs and all(first.differs_in_spec(other) for first, other in different):
+            # The spec with fewer axes is suggested, because it is that of unsharded columns.
+            fewest = min(specs, key=lambda spec: len({*spec_axes(spec)}))
+            remedy = resharding_remedy("in a branch", fewest)
         raise_if_any(
             TypeError,
             f"{self._name}: the branches return, or write to the operands, arrays of different "
             "types:",
             lines,
-            "Cast or reshape them in the branches, so that all agree.",
+            remedy,
             anchor="branches-that-differ",
         )
+
+
+class _NamedType(NamedTuple):
+    """The type of an array after a branch.
+
+    Attributes:
+      name: the expression for the array.
+      text: its type, such as ``float32[2@data,4]``; "none" for a leaf that JAX cannot pass on. A
+        weak type has the same text as a strong one, because JAX promotes it.
+      unsharded: a text for its shape and dtype alone.
+      spec: the spec in its type; None if no axis is Explicit.
+    """
+
+    name: str
+    text: str
+    unsharded: str
+    spec: PartitionSpec | None
+
+    def differs_in_spec(self, other: _NamedType) -> bool:
+        """Whether two types differ in their specs, and in neither shape nor dtype."""
+        return self.unsharded == other.unsharded and self.spec != other.spec

@@ -37,7 +37,7 @@ describes it. A step has arrays in slots before and after it. From other modules
     captures     the objects in which modules collect what they sow, by index
     reshard_like gives an array the sharding of another one
     may_keep     whether a step for these static leaves may serve later calls
-    structure_changes, type_changes
+    structure_changes, type_changes, sharding_changes
                  yield or return what differs; nothing if all is equal
 """
 
@@ -67,7 +67,7 @@ from ..errors import raise_if_any, see
 from ..specs.fitting import axes_of, describe
 from ..specs.types import BROADCAST, CARRY
 from . import prefetching
-from .carry_checks import check_carry, structure_changes, type_changes
+from .carry_checks import check_carry, sharding_changes, structure_changes, type_changes
 from .in_trace import Function, Inner, StaticLeaves, may_keep, tree_text
 from .lifted import lift, unbind
 from .mapped_axes import Carry, Mapped, axes_specs, captures, is_carry, jax_options
@@ -708,14 +708,21 @@ class Loop:
 
         Both lists begin with the arrays in ``_carried``.
         """
+        names = [self._names[slot] for slot in self._carried]
+        head = (
+            f"{self._transform.name}: a step returns in the carry, or writes to what the next one "
+            "reads, arrays of another {} than it was given:"
+        )
         raise_if_any(
             TypeError,
-            f"{self._transform.name}: a step returns in the carry, or writes to what the next one "
-            "reads, arrays of another shape or dtype than it was given:",
-            type_changes([self._names[slot] for slot in self._carried], given_arrays, new_arrays),
+            head.format("shape or dtype"),
+            type_changes(names, given_arrays, new_arrays),
             "Cast or reshape them in the step, or start with those that it returns.",
             anchor="carry-of-another-form",
         )
+        lines, remedy = sharding_changes(names, given_arrays, new_arrays)
+        anchor = "carry-of-another-form"
+        raise_if_any(TypeError, head.format("sharding"), lines, remedy, anchor)
 
     def _names_of(self, indices: Sequence[int]) -> dict[int, str]:
         """Returns the expressions for some objects of the arguments, by index."""
