@@ -83,7 +83,7 @@ def raise_if_constraint(error: Exception, name: str, module: str = "", path: Pat
     raise see(ActivationError(text), "constraint-on-explicit-axes") from error
 
 
-def explain(error: ValueError, name: str, frame: Frame) -> None:
+def explain(error: Exception, name: str, frame: Frame) -> None:
     """Explains an error of JAX about axis types, in the name of the module that raised it.
 
     The error then passes through the modules around that one, which leave it as it is. There are
