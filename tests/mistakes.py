@@ -383,6 +383,7 @@ def bare_in_filters(lib: Library) -> Any:
     "jit: in_shardings: these specs are not a tree prefix",
     "b: no spec for 'mask'",
     "unknown key 'masks'; did you mean 'mask'?",
+    "Write one spec for a whole value, or a container of the same type",
 )
 def wrong_keys(lib: Library) -> Any:
     batch = {"x": X, "mask": X, "y": X}

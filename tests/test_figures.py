@@ -554,6 +554,54 @@ def test_the_gradient_of_an_embedding_is_named():
     assert kernels <= sum(one.bytes for one in gradients) < kernels + 64
 
 
+class Frozen(nnx.Param):
+    """A parameter that is not trained."""
+
+
+class Table(nnx.Module):
+    def __init__(self, rngs):
+        self.table = Frozen(rngs.params.normal((16, 16)))
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.head = nnx.Linear(16, 16, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.norm(x @ self.table[...]))
+
+
+TRAINED = nnx.All(nnx.Param, nnx.Not(Frozen))
+
+
+def update(model, x):
+    gradient = nnx.grad(lambda m: (m(x) ** 2).mean(), argnums=nnx.DiffState(0, TRAINED))(model)
+    params = nnx.state(model, TRAINED)
+    nnx.update(model, jax.tree.map(lambda p, g: p - g, params, gradient))
+
+
+def return_gradient(model, x):
+    return nnx_sharding.grad(lambda m: (m(x) ** 2).mean())(model)
+
+
+@pytest.mark.parametrize(
+    ("step", "sharding", "is_named"),
+    [
+        (update, P(), False),
+        (update, nnx_sharding.StateSharding({...: P()}), False),
+        (update, nnx_sharding.partition.from_rules({}, default=P()), False),
+        (return_gradient, P(), True),  # its gradient is computed, and nothing is updated
+    ],
+    ids=["spec", "filters", "strategy", "gradient of all"],
+)
+def test_a_frozen_parameter_has_no_gradient(step, sharding, is_named):
+    """The table has the shape of the head, and only a strategy puts modules into names."""
+    mesh = mesh_of((8,), ("data",))
+    model = nnx.eval_shape(lambda: Table(nnx.Rngs(0)))
+    program = jit(step, in_shardings=(sharding, P("data")), mesh=mesh)
+    sent = program.lower(model, shape(64, 16)).compile().collectives()
+    named = {path for one in sent if one.purpose == "gradient" for path in one.parameters}
+    trained = {"model.head.kernel", "model.norm.bias", "model.norm.scale"}
+    assert named == trained | ({"model.table"} if is_named else set())
+
+
 @pytest.mark.parametrize(
     ("dims", "is_gradient"),
     [  # of a stack of 4 layers, of which a stage has one

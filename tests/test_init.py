@@ -289,3 +289,11 @@ class MistakesTest(parameterized.TestCase):
         with self.assertRaises(ZeroDivisionError):
             init_(lambda: 1 / 0, RULES, mesh24("explicit"))
         self.assertTrue(jax.sharding.get_abstract_mesh().empty)
+
+
+def test_a_misspelt_axis_names_the_filters():
+    """The parameters are not known yet, so the error has the filters."""
+    make = lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0))  # noqa: E731
+    rules = StateSharding({nnx.PathContains("kernel"): P("modle"), ...: P()})
+    with pytest.raises(ValueError, match=r"'modle',\) for sharding, filter PathContains\('kernel"):
+        sharded_init(make, rules, mesh_of((8,), ("model",)))

@@ -112,7 +112,8 @@ class _Purposes:
           updated: as in `uses_of`.
         """
         self._module = module
-        self._variables = _Variables(row for row in used if row.variable is not None)
+        variables = (row for row in used if row.variable is not None)
+        self._variables = _Variables(variables, {path for path in updated if path is not None})
         # The names of the program's inputs, by number. An input is named by its path, or, if that
         # is unknown, as JAX or the compiler named it, such as ``p.3``.
         rows = rows_of_inputs(module, used)
@@ -310,12 +311,14 @@ class _Variables:
       paths: the paths of all Variables.
       states: the paths of those that have no gradients: statistics, caches, optimizer state.
       modules: the paths of all modules that contain Variables, at any depth.
+      _updated: the paths of those that the program updates.
       _rows: the rows of the Variables that may have gradients, by the path of a module: those that
         it owns, without those of modules inside. The key None has the rows of the whole program.
     """
 
-    def __init__(self, rows: Iterable[ParameterRow]):
+    def __init__(self, rows: Iterable[ParameterRow], updated: Collection[str]):
         """Sorts the arguments by whether they may have gradients, and by their modules."""
+        self._updated = {*updated}
         self.paths: set[str] = set()
         self.states: set[str] = set()
         self.modules: set[str] = set()
@@ -336,7 +339,7 @@ class _Variables:
 
     def with_part(
         self,
-        modules: Iterable[str | None],
+        modules: Collection[str | None],
         dims: Sequence[int],
         trip_counts: Collection[int | None],
     ) -> set[str]:
@@ -344,6 +347,8 @@ class _Variables:
 
         Args:
           modules: the paths of modules; among these, None stands for all Variables of the program.
+            Then shapes alone decide, so a Variable that the program does not update, such as a
+            frozen one, only counts if no updated one has the shape.
           dims: the shape of the part.
           trip_counts: how often each loop around the part runs. A loop over layers takes one layer
             from the first dimension in each run.
@@ -362,7 +367,8 @@ class _Variables:
         for order in orders:
             paths = {row.path for row in rows if _can_have_part(row, order, trip_counts)}
             if paths:  # The first order that fits decides.
-                return paths
+                updated = paths & self._updated if None in modules else set()
+                return updated or paths
         return set()
 
 

@@ -174,7 +174,12 @@ def _broadcast_or_raise(prefix: Any, skeleton: Any, name: str, caller: str) -> l
             raise
         head = "these specs are not a tree prefix of the value (modules and Variables are leaves):"
         head = f"{caller}: {head}" if caller else head
-        raise see(ValueError(message(head, mismatches)), anchor="not-a-tree-prefix") from None
+        remedy = (
+            "Write one spec for a whole value, or a container of the same type with a spec for "
+            "each item."
+        )
+        error = ValueError(message(head, mismatches, remedy))
+        raise see(error, anchor="not-a-tree-prefix") from None
 
 
 def _broadcast(prefix: Any, full: Any, depth: int) -> Iterator[_SpecAt]:

@@ -29,7 +29,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..errors import CorrectedSpecWarning, message, raise_if_any, warn_or_raise
+from ..errors import CorrectedSpecWarning, message, raise_if_any, shortened, warn_or_raise
 from ..specs.fitting import Fit, Mismatch, OnIndivisible, describe, fit_sharding, spec_and_mesh
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyMesh, Arrays, AxisName, Objects, Spec
@@ -68,10 +68,11 @@ def check_axes(
     lines = []
     for spec, problems in mismatches.items():
         # The line names the arrays that the spec is for. The arrays of outputs are not known yet,
-        # so a spec of outputs is named by its option.
+        # so a spec of outputs is named by its option, and by its filters if it has some.
         is_input = spec in transform.in_specs.written
         option = transform.in_name if is_input else transform.out_name
-        names = join_paths(names_by_spec[spec] or [option])
+        rules = (transform.in_specs if is_input else transform.out_specs).rules
+        names = join_paths(names_by_spec[spec] or [option + _filters_of(spec, rules)])
         lines.append(f"  {describe(spec)} for {names}: {'; '.join(map(str, problems))}")
     if transform.context is not None:
         sizes.update(transform.context.shape)
@@ -103,6 +104,23 @@ def _mesh_mismatches(transform: Sharded, spec: Spec, mesh: AnyMesh) -> Sequence[
     # A sharding is checked on its own mesh, and a spec on the mesh of the call. JAX takes
     # UNCONSTRAINED entries only in constraints, not for inputs and outputs.
     return fit_sharding(spec, context, usable=transform.usable_axes, unconstrained=False).problems
+
+
+def _filters_of(spec: Spec, rules: Iterable[Any]) -> str:
+    """Returns the filters that have a spec, as the end of ``sharding, filter 'kernel'``; else "".
+
+    ``rules`` are the leaves of a prefix: each is a spec, or a ``StateSharding``.
+    """
+    names = [
+        name
+        for rule in rules
+        if isinstance(rule, StateSharding)
+        for name, sharding in zip(rule.names, rule.shardings, strict=True)
+        if sharding == spec
+    ]
+    if not names:
+        return ""
+    return f", {'filter' if len(names) == 1 else 'filters'} {', '.join(shortened(names))}"
 
 
 def _names_by_spec(
