@@ -21,6 +21,7 @@ from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.analysis.attribution import CompiledProgram, module_table
 from nnx_sharding.analysis.buffers import Buffer, read_buffers
 from nnx_sharding.analysis.hlo import parse
+from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.partition import make_mesh
 
 
@@ -294,6 +295,18 @@ def test_printing_says_what_holds_the_peak(mlp, table):
     assert "memory over time" in mlp.by_module().over_time._repr_html_()
     data = json.loads(json.dumps(table.as_dict()))
     assert data["peak"] == table.peak and len(data["rows"]) == len(table.rows)
+
+
+@pytest.mark.parametrize("most", [1, 3, 5, 99])
+def test_what_holds_the_peak_adds_up(table, most):
+    texts = table.holders(most)
+    # "2 MiB activations of model (1 MiB each, 2 ×)" begins with a size, "3 others (22 KiB)" ends
+    # with one.
+    *_, last = texts
+    *named, size_of_others = [*texts[:-1], last.partition("(")[2] if " other" in last else last]
+    sizes = [read_bytes(" ".join(x.strip(")").split()[:2])) for x in (*named, size_of_others)]
+    assert sum(sizes) == pytest.approx(sum(table.total().at_peak.values()), rel=0.01)
+    assert len(texts) <= most + 1
 
 
 def test_plain_compile_writes_nothing():

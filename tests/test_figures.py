@@ -458,7 +458,7 @@ def test_names_of_gradients():
     summed = [one for one in found if one.kind == "all-reduce"]
     # One reduction of both, and none of what products with the kernel return.
     assert {one.parameters for one in summed if "data" in one.axes} == {
-        ("model.layers.bias", "model.layers.kernel")
+        ("model.layers.kernel", "model.layers.bias")
     }
     assert not [one for one in summed if "model" in one.axes]
     assert [one for one in every if one.purpose == "sum" and one.in_loop]
@@ -628,26 +628,109 @@ def test_gradients_of_one_layer_for_each_stage(dims, is_gradient):
     assert (one.purpose == "gradient") == is_gradient
 
 
-def test_one_sum_of_two_gradients_names_both():
+# Merged collectives: (shape of an array, its operation) for each array, of lines 1, 2, ...; then
+# the purpose, the column "of", the line, and the name in a lock file.
+UP, DOWN, NORM = (
+    "transpose(jvp(m))/up/dot",
+    "transpose(jvp(m))/down/dot",
+    "transpose(jvp(m))/norm/sum",
+)
+MERGED = {
+    "two gradients": (
+        [((64, 16), DOWN), ((16, 64), UP)],
+        ("gradient", "m.down.kernel +1", "m.py:1", "m.down.kernel and m.up.kernel"),
+    ),
+    "the largest is not the first": (
+        [((8,), NORM), ((16, 64), UP)],
+        ("gradient", "m.up.kernel +1", "m.py:2", "m.norm.scale and m.up.kernel"),
+    ),
+    "three": (
+        [((8,), NORM), ((64, 16), DOWN), ((16, 64), UP)],
+        ("gradient", "m.down.kernel +2", "m.py:2", "m.down.kernel and 2 others"),
+    ),
+    "a loss": (
+        [((), "jvp(m)/sum"), ((16, 64), UP)],
+        ("gradient", "m.up.kernel +1", "m.py:2", "m.up.kernel"),
+    ),
+    "a larger sum": (
+        [((), "jvp(m)/sum"), ((8,), NORM), ((99, 8), "transpose(jvp(m))/jit(sort)/scatter")],
+        ("sum", "transpose(jvp(m))/jit(sort)/scatter +2", "m.py:3", "m"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_a_merged_collective_is_named_after_most_of_it(name):
+    from nnx_sharding.analysis.collectives import _row
     from nnx_sharding.analysis.parameters import ParameterRow
 
-    shapes = {"m.up.kernel": (2048, 8192), "m.down.kernel": (8192, 2048)}
+    arrays, expected = MERGED[name]
+    shapes = {"m.up.kernel": (16, 64), "m.down.kernel": (64, 16), "m.norm.scale": (8,)}
     rows = [
-        ParameterRow(path, shape, "bfloat16", None, shape, 1, 1, variable="Param")
+        ParameterRow(path, shape, "float32", None, shape, 1, 1, variable="Param")
         for path, shape in shapes.items()
     ]
-    name = 'metadata={{op_name="jit(st)/transpose(jvp(m))/{}/dot_general"}}'
-    up, down = name.format("up"), name.format("down")
-    text = (
-        "HloModule m\n\nENTRY %e {\n"
-        f"  %a = bf16[2048,8192]{{1,0}} parameter(0)\n  %b = bf16[8192,2048]{{1,0}} parameter(1)\n"
-        "  %s = (bf16[8192,2048]{1,0}, bf16[2048,8192]{1,0}) all-reduce(%b, %a), "
-        f"replica_groups={{{{0,1}}}}, {down}\n"
-        f"  %g = bf16[2048,8192]{{1,0}} get-tuple-element(%s), index=1, {up}\n"
-        "  ROOT %z = bf16[] constant(0)\n}"
+    types = [f"f32[{','.join(map(str, dims))}]" for dims, _ in arrays]
+    operands = [f"  %p{i} = {kind} parameter({i})" for i, kind in enumerate(types)]
+    items = [
+        f"  %g{i} = {types[i]} get-tuple-element(%s), index={i}, metadata={{"
+        f'op_name="jit(f)/{operation}" stack_frame_id={i + 1}}}'
+        for i, (_, operation) in enumerate(arrays)
+    ]
+    joined = ":".join(operation for _, operation in arrays)
+    names = ", ".join(f"%p{i}" for i in range(len(arrays)))
+    total = (
+        f"  %s = ({', '.join(types)}) all-reduce({names}), replica_groups={{{{0,1}}}}, "
+        f'metadata={{op_name="jit(f)/({joined})" stack_frame_id=9}}'
     )
+    end = "  ROOT %z = f32[] constant(0)\n}"
+    numbers = range(1, 10)
+    tables = [
+        'FileNames\n1 "/u/m.py"\n\nFunctionNames\n1 "f"\n\nFileLocations',
+        *(f"{n} {{file_name_id=1 function_name_id=1 line={n} column=1}}" for n in numbers),
+        "\nStackFrames",
+        *(f"{n} {{file_location_id={n} parent_frame_id={n}}}" for n in numbers),
+    ]
+    head = ["HloModule m\n", *tables, "\nENTRY %e {"]
+    text = "\n".join([*head, *operands, total, *items, end])
     [one] = collectives_of(text, {"data": 2}, rows)
-    assert (one.purpose, one.parameters) == ("gradient", ("m.down.kernel", "m.up.kernel"))
+    locked = _collective_name(one).partition(" of ")[2]
+    assert (one.purpose, _row(one).of, one.source, locked) == expected
+    assert [part.shape for part in one.parts] == [dims for dims, _ in arrays]
+    assert sum(part.bytes for part in one.parts) == one.bytes
+
+
+class Projections(nnx.Module):
+    def __init__(self, rngs):
+        self.q_proj = nnx.Linear(64, 64, use_bias=False, rngs=rngs)
+        self.o_proj = nnx.Linear(64, 64, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.o_proj(jnp.tanh(self.q_proj(x)))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of the compiler for CPUs")
+@pytest.mark.parametrize(
+    ("axis", "scan"), [(0, "nnx_sharding"), (1, "nnx_sharding"), (1, "nnx"), (2, "nnx_sharding")]
+)
+def test_gradients_in_a_scan_over_any_axis(axis, scan):
+    mesh = mesh_of((2, 4), ("data", "model"))
+    carry = nnx.Carry if scan == "nnx" else nnx_sharding.Carry
+    scan = nnx.scan if scan == "nnx" else nnx_sharding.scan
+    make = nnx.split_rngs(splits=4)(nnx.vmap(Projections, in_axes=0, out_axes=axis))
+    layers = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    base = nnx_sharding.tensor_parallel(layers, mesh=mesh)
+    sharding = nnx_sharding.fsdp(layers, mesh=mesh, base=base, min_size=0)
+
+    def loss(layers, x):
+        run = scan(lambda layer, x: layer(x), in_axes=(axis, carry), out_axes=carry)
+        return (run(layers, x) ** 2).mean()
+
+    step = jit(nnx_sharding.grad(loss), in_shardings=(sharding, P("data")), mesh=mesh)
+    program = step.lower(layers, jax.ShapeDtypeStruct((8, 64), "float32")).compile()
+    [one] = [x for x in program.collectives().of("all-reduce", "data") if x.bytes > 4]
+    assert one.purpose == "gradient"
+    assert one.parameters == ("layers.o_proj.kernel", "layers.q_proj.kernel")
 
 
 def test_a_sum_of_two_operations_has_the_name_of_the_first():

@@ -188,6 +188,39 @@ def test_a_sum():
     _, reason = reason_of(program, "all-reduce", "sum")
     assert "dot_general in model.block.down (test_why.py:" in str(reason)
     assert "is sharded over model" in str(reason)
+    assert "takes what dot_general in model.block.up (test_why.py:" in str(reason)
+    assert reason.instead.startswith("nothing, if it is the one sum of a pair of layers")
+
+
+def test_a_sum_that_no_pair_of_layers_needs():
+    rows = StateSharding({Paths([("block", "up", "kernel")]): P("model"), ...: P()})
+    shardings = rows, P("data", "model")
+    program = compiled(None, fun=lambda model, x: model.block.up(x), in_shardings=shardings)
+    _, reason = reason_of(program, "all-reduce", "sum")
+    assert "over model" in str(reason) and "takes what" not in str(reason)
+    assert "shard the kernel over its columns" in reason.instead
+
+
+def test_a_sum_that_was_merged_with_a_gradient():
+    def loss_of_sorted(model, x):
+        x = jnp.sort(model.block.up(x), axis=0)
+        return (model.norm(x) ** 2 * x).mean()
+
+    model = nnx.eval_shape(
+        lambda: nnx.Dict(block=Layer(nnx.Rngs(0)), norm=nnx.RMSNorm(4 * WIDTH, rngs=nnx.Rngs(0)))
+    )
+    mesh = make_mesh({"data": 8}, axis_types=AxisType.Auto)
+    options = {"in_shardings": (fsdp(model, mesh=mesh, min_size=64), P("data")), "mesh": mesh}
+    step = jit(value_and_grad(loss_of_sorted), **options)
+    program = step.lower(model, jax.ShapeDtypeStruct((512, WIDTH), "float32")).compile()
+    merged = [x for x in program.collectives() if len(x.parts) > 1 and x.bytes > 2**16]
+    for collective in merged:  # Other compilers may not merge them.
+        assert collective.purpose == "sum"
+        shown = str(program.why(collective))
+        assert "scatter-add" in shown and "It adds up the parts of the gradient" not in shown
+        if any(part.purpose == "gradient" for part in collective.parts):
+            assert "merged others into it: gradient of model.norm.scale (512 B)" in shown
+    assert merged or jax.default_backend() != "cpu"
 
 
 def test_a_gradient():

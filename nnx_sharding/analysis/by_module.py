@@ -188,7 +188,9 @@ class ModuleTable(AsData):
         """Lists what holds the most bytes at the peak, as texts, the ``most`` largest ones.
 
         Modules in one list are alike, so what they make is one text: ``2 GiB activations of
-        model.blocks (256 MiB each, 8 ×)``. Each kind of argument is one text: ``2 GiB inputs``.
+        model.blocks (256 MiB each, 8 ×)``. Each kind of argument is one text: ``2 GiB inputs``. If
+        there are more, the last text sums the others, so that the texts add up to all that is
+        attributed: ``3 others (22 KiB)``.
         """
         # The key of a text is a kind, and the path of a module, or of a list of modules such as
         # ``model.blocks``. The path is empty for arguments.
@@ -213,6 +215,10 @@ class ModuleTable(AsData):
             # Modules of one list are alike, so the mean says what each of them holds.
             each = f" ({bytes_text(size / count)} each, {count} ×)" if count > 1 else ""
             texts.append(f"{bytes_text(size)} {kind}{where}{each}")
+        others = [size for _, size in sizes.most_common()[most:] if size]
+        if others:
+            noun = "other" if len(others) == 1 else "others"
+            texts.append(f"{len(others)} {noun} ({bytes_text(sum(others))})")
         return texts
 
     def top(self, most: int = 8) -> ModuleTable:

@@ -11,7 +11,8 @@ The shapes in the program are those on one device. The trace has the shape of th
 same line, and the two shapes together tell the spec. From other modules:
 
     Collective     a row of the report: its kind, its mesh axes, and its ``purpose``; for a gradient
-                   or parameters also the paths of these Variables (``parameters``)
+                   or parameters also the paths of these Variables (``parameters``). If the compiler
+                   merged several, it has ``parts``, and is named after that at ``main_part``
     Value          an array of the program, by the instruction that makes it
     Module         the program: ``maker(value)`` is the instruction that makes a value, and
                    ``passed(value)`` are the values of which it is an unchanged copy, empty if the
@@ -29,23 +30,25 @@ same line, and the two shapes together tell the spec. From other modules:
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from .collectives import Collective, axes_text, file_title, users_frame
+from .collectives import Collective, Part, axes_text, file_title, users_frame
 from .hlo import Module
 from .inferred_specs import spec_of_shard
 from .instructions import Instruction, dims_at
 from .names import module_of, operations
-from .opcodes import MOVING
+from .opcodes import COLLECTIVES, MOVING, PRODUCTS, base
 from .parameters import axes_in, shape_text, spec_text
 from .purposes import Purpose
 from .reasons import Reason
 from .units import bytes_text
-from .values import Value
+from .values import Value, reached
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -60,8 +63,9 @@ _INSTEAD: dict[Purpose | None, str] = {
     "nothing: replicated, which holds all of them on each device",
     "state": "shard it as its module uses it, or write it inside of shard_map",
     "gradient": "nothing, if the batch is sharded over this axis",
-    "sum": "shard the kernel over its columns instead of its rows, or leave this axis out: a "
-    "product over a sharded dimension is a sum over devices",
+    "sum": "nothing, if it is the one sum of a pair of layers (columns, then rows) in each pass; "
+    "else shard the kernel over its columns instead of its rows, or leave this axis out: a product "
+    "over a sharded dimension is a sum over devices",
     "result": "give out_shardings the spec with which it is computed",
 }
 
@@ -117,10 +121,12 @@ class CollectiveReasons:
         else:  # It is in a loop of unknown length, or in a branch that counts as not taken.
             each = " in each run"
         subject = f"{collective.kind} over {axes}, sends {sent}{each} ({use})"
-        value = Value(collective.computation, collective.name)
+        # Of several arrays, the largest one of this purpose is explained.
+        index = () if collective.main_part is None else (collective.main_part,)
+        value = Value(collective.computation, collective.name, index)
         # Where the value is computed, and where it is used. ``made`` is None if that is unknown,
         # ``used`` if no instruction computes with the value, which the program then returns.
-        made, used = self._maker(value), self._user(value)
+        made, used = self._made(collective, value), self._user(value)
         # The shapes that the whole value may have in the trace.
         whole_shapes = self._whole_shapes_of(made, used)
         spec = None if used is None else self._spec(used.shape, whole_shapes)
@@ -133,6 +139,7 @@ class CollectiveReasons:
             facts.append(
                 "The function returns it, with the sharding of out_shardings or of a Variable."
             )
+        facts += _other_parts(collective)
         instead = _for_comparison(collective, made, used) or _instead(collective, made, spec)
         return Reason(subject, tuple(facts), instead)
 
@@ -162,9 +169,17 @@ class CollectiveReasons:
         if made is None:
             return []
         if collective.purpose == "sum":
-            return [
+            fact = (
                 f"Each device has a part of the sum that {made} computes, because a dimension over "
                 f"which that sums is sharded over {axes}."
+            )
+            first = self._first_of_pair(collective)
+            if first is None:
+                return [fact]
+            return [
+                fact,
+                f"The product takes what {first} makes in parts over {axes}, so this is the one "
+                "sum after the two products.",
             ]
         return [f"Made{self._sharded_text(made.shape, whole_shapes)} by {made}."]
 
@@ -194,6 +209,90 @@ class CollectiveReasons:
         spec = self._spec(shape, whole_shapes)
         as_spec = "" if spec is None else f" as {spec_text(spec)}"
         return f"{as_spec}, {shape_text(shape)} on each device,"
+
+    def _made(self, collective: Collective, value: Value) -> _Side | None:
+        """Returns where the value of a collective is computed; None if that is unknown.
+
+        A collective that sums is itself where its value is computed. If it has several parts, its
+        name is that of all of them, and the part has the name of its own.
+        """
+        if collective.kind in ("all-reduce", "reduce-scatter") and collective.main_part is not None:
+            part = collective.parts[collective.main_part]
+            if part.operation is not None:
+                operation = part.operation.rpartition("/")[2]
+                path = module_of(part.operation, self._module_paths)
+                return _Side(operation, path, part.source, part.shape)
+        return self._maker(value)
+
+    def _first_of_pair(self, collective: Collective) -> _Side | None:
+        """Finds the product before a summed product, if that makes its result in parts for it.
+
+        Tensor parallelism shards one kernel over its columns, and that of the next layer over its
+        rows. The result of the first product is then sharded where the second one sums::
+
+            %up = f32[8,32] dot(%x, %columns)      of (8,128), as P(None, 'model')
+            %down = f32[8,64] dot(%up, %rows)      a part of the sum over 'model'
+
+        Returns None if a collective or a slice lies between the two products, or if it is not known
+        that the first result is sharded over the dimensions that the second product sums.
+        """
+        index = collective.main_part or 0
+        maker = self._module.within[collective.computation].get(collective.name)
+        if maker is None or index >= len(maker.operand_names) or not collective.axes:
+            return None
+        operand = Value(collective.computation, maker.operand_names[index])
+        for product in self._products_before([operand]):
+            summed_size = self._summed_size(product)
+            for first in self._products_before(self._module.operands(product)):
+                instruction = self._module.maker(first)
+                if instruction is None:
+                    continue
+                side = self._side(instruction, _dims(instruction, first))
+                spec = self._spec(side.shape, self._whole_shapes_of(side))
+                if spec is None or not {*collective.axes} <= {*axes_in(spec)}:
+                    continue
+                sharded = {
+                    i
+                    for i, entry in enumerate(spec)
+                    if not {*collective.axes}.isdisjoint(axes_in(PartitionSpec(entry)))
+                }
+                if summed_size in _sizes_with(side.shape, sharded):
+                    return side
+        return None
+
+    def _summed_size(self, product: Value) -> int | None:
+        """Returns how many elements of its first operand a product sums; None if unknown."""
+        instruction = self._module.maker(product)
+        if instruction is None or instruction.opcode != "dot":
+            return None
+        left = self._module.operands(product)[0]
+        maker = self._module.maker(left)
+        dims = () if maker is None else _dims(maker, left)
+        numbers = re.findall(r"\d+", instruction.attributes.get("lhs_contracting_dims", ""))
+        positions = [int(number) for number in numbers]
+        if not positions or max(positions) >= len(dims):
+            return None
+        return math.prod(dims[i] for i in positions)
+
+    def _products_before(self, starts: Sequence[Value]) -> Iterator[Value]:
+        """Yields the products from which values are computed, without those before products.
+
+        The search ends at collectives and slices, which may cut a whole array to parts.
+        """
+        ends = PRODUCTS | COLLECTIVES | {"dynamic-slice"}
+
+        def computed_from(value: Value) -> Sequence[Value]:
+            """Lists the values that a value is computed from; empty where the search ends."""
+            instruction = self._module.maker(value)
+            if instruction is None or base(instruction.opcode) in ends:
+                return ()
+            return self._module.passed(value) or self._module.operands(value)
+
+        for start in starts:
+            for value in itertools.islice(reached(start, computed_from), _MOST_STEPS):
+                instruction = self._module.maker(value)
+                if instruction is not None and instruction.opcode in PRODUCTS:
+                    yield value
 
     def _maker(self, value: Value) -> _Side | None:
         """Follows a value back to the instruction that computes it, or to an argument.
@@ -255,8 +354,14 @@ class CollectiveReasons:
                     if maker is not None:
                         side = self._side(instruction, _dims(maker, value))
                         return side._replace(operation="a loop, slice by slice,")
-                elif _moves(instruction) or instruction.opcode == "get-tuple-element":
-                    following.append(Value(value.computation, instruction.name))
+                elif instruction.opcode == "get-tuple-element":
+                    # Of a value with an index, the other items of the tuple are other values.
+                    if not value.index or instruction.tuple_index == value.index[0]:
+                        following.append(Value(value.computation, instruction.name))
+                elif _moves(instruction):
+                    # The end of an asynchronous collective makes the same tuple as the start.
+                    index = value.index if instruction.opcode.endswith("-done") else ()
+                    following.append(Value(value.computation, instruction.name, index))
                 elif instruction.opcode == "tuple":
                     items = [*self._in_loops(value.computation, instruction, operand_number)]
                     bodies.update(item.computation for item in items)
@@ -318,6 +423,43 @@ def _listed(paths: tuple[str, ...]) -> str:
     """Writes the first two paths, and how many more there are."""
     more = f" and {len(paths) - 2} more" if len(paths) > 2 else ""
     return f"{', '.join(paths[:2])}{more}"
+
+
+def _sizes_with(shape: Shape, sharded: Collection[int]) -> set[int]:
+    """Returns the sizes that the sharded dimensions of a shape have together with others.
+
+    The first dimension is the batch, over which only gradients are sums, so it is left out. A
+    result of attention of the shape (batch, heads, length, features) with sharded heads, for
+    example, is later summed over heads and features.
+    """
+    if 0 in sharded:
+        return set()
+    others = [size for i, size in enumerate(shape) if i and i not in sharded]
+    size = math.prod(shape[i] for i in sharded)
+    return {
+        size * math.prod(chosen)
+        for count in range(len(others) + 1)
+        for chosen in itertools.combinations(others, count)
+    }
+
+
+def _other_parts(collective: Collective) -> list[str]:
+    """Says what else a collective carries, besides what it is for: one fact for each purpose."""
+    others: dict[Purpose, list[Part]] = {}
+    for part in collective.parts:
+        if part.purpose != collective.purpose:
+            others.setdefault(part.purpose, []).append(part)
+    facts = []
+    for purpose, parts in others.items():
+        names = [
+            ", ".join(part.parameters) or (part.operation or "").rpartition("/")[2]
+            for part in sorted(parts, key=lambda part: -part.bytes)
+        ]
+        known = tuple(dict.fromkeys(filter(None, names)))
+        of = f" of {_listed(known)}" if known else ""
+        size = bytes_text(sum(part.bytes for part in parts))
+        facts.append(f"The compiler merged others into it: {purpose}{of} ({size}).")
+    return facts
 
 
 def _moves(instruction: Instruction) -> bool:

@@ -50,6 +50,7 @@ from ..errors import is_library
 from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
 from .hlo import Module, parse
 from .instructions import OP_NAME, Computation, Instruction, Shape, arrays, operands_of, total_bytes
+from .json_codec import UNWRITTEN
 from .names import folded, operations
 from .opcodes import COLLECTIVES, CollectiveKind
 from .overlap import Overlap, Scheduled
@@ -65,6 +66,29 @@ if TYPE_CHECKING:
 
 MeshAxes: TypeAlias = tuple[str, ...] | None
 K = TypeVar("K")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """One array of a collective that moves several, because the compiler merges collectives.
+
+    Attributes:
+      shape: the shape of the result on one device.
+      bytes: the share of ``Collective.bytes``.
+      purpose: as of a collective that moves only this array, like the next fields.
+      parameters: the paths of the parameters or other Variables.
+      module: the module whose call it is in.
+      operation: the operation that it was made from; None if nothing says which one.
+      source: the line of the user's code; None if nothing says which one.
+    """
+
+    shape: tuple[int, ...]
+    bytes: int
+    purpose: Purpose
+    parameters: tuple[str, ...]
+    module: str | None
+    operation: str | None
+    source: str | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,19 +119,24 @@ class Collective:
       conditional: whether it is in a branch of a conditional, which may not be taken.
       times: how often it runs in one call, if conditionals take the branch that sends most: 0 in
         other branches. None in a loop of unknown length.
-      operation: the operation that it was made from, such as ``jit(f)/mlp/dot_general``.
+      operation: the operation that it was made from, such as ``jit(f)/mlp/dot_general``. If the
+        compiler merged several, this and the next two are those of the largest array with the
+        purpose of most bytes, and the names of other operations follow.
       source: the line of the user's code, such as ``model.py:12``.
       purpose: ``parameter`` if it moves parameters to where they are used; ``state`` if it does so
         with other Variables, such as a cache; ``gradient`` if it sums or moves gradients of
         parameters; ``sum`` if it adds up partial results of an operation; ``result`` if it moves
         what the program returns; ``reshard`` if it moves anything else, such as activations. None
         if the arguments are not known.
-      parameters: the paths of the parameters or other Variables; for results, of those updated.
+      parameters: the paths of the parameters or other Variables, those of larger arrays first; for
+        results, of those updated.
       module: the module whose call it is in, such as ``model.blocks[0].up``, if that is known.
       flops_beside: what the device is scheduled to compute while one run is in progress, which the
         compiler for TPUs chooses; 0 if the device waits for it.
       bytes_beside: what it reads and writes meanwhile.
       beside: the operations with most of these flops.
+      parts: what each array is for, if there are several and the arguments are known. JSON omits
+        it.
     """
 
     kind: CollectiveKind
@@ -131,6 +160,20 @@ class Collective:
     flops_beside: int = 0
     bytes_beside: int = 0
     beside: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = dataclasses.field(default=(), compare=False, metadata=UNWRITTEN)
+
+    @property
+    def main_part(self) -> int | None:
+        """The position of the part that it is named after; None without ``parts``.
+
+        That is the largest one with its purpose. Of several, it is that of the first parameter.
+        """
+        ranks = {
+            i: (part.bytes, part.parameters[:1] == self.parameters[:1])
+            for i, part in enumerate(self.parts)
+            if part.purpose == self.purpose
+        }
+        return max(ranks, key=ranks.__getitem__, default=None)
 
     @property
     def total_bytes_sent(self) -> int | None:
@@ -292,14 +335,18 @@ def _row(collective: Collective) -> _Row:
 
     For example, ``model.blocks[0].up.kernel`` and ``model.blocks[1].up.kernel`` both become
     ``model.blocks[*].up.kernel``. The column "of" has the parameters, or else the operations. If
-    there are several, it has the first one and the number of others: ``model.up.kernel +3``.
+    there are several, it has the first one and the number of others: ``model.up.kernel +3``. Arrays
+    that are for something else than the parameters count among the others.
     """
     row = _cells(collective)
     of = row.of
     names = collective.parameters or operations(collective.operation or "")
     if names:
         first, *others = names
-        of = f"{first} +{len(others)}" if others else first
+        count = len(others)
+        if collective.parameters:
+            count += sum(part.purpose != collective.purpose for part in collective.parts)
+        of = f"{first} +{count}" if count else first
     of = _FUNCTION.sub("", of)  # "jit(step)/up/dot_general" → "up/dot_general"
     return row._replace(of=folded(of), source=_end(row.source, longest=15))
 
@@ -455,7 +502,7 @@ def _collective(
     schedule = Scheduled()
     if overlap is not None:
         schedule = overlap.scheduled(Value(computation.name, instruction.name))
-    return Collective(
+    collective = Collective(
         kind=payload.kind,
         name=instruction.name,
         computation=computation.name,
@@ -471,11 +518,56 @@ def _collective(
         times=runs.times,
         operation=instruction.operation,
         source=_users_line(module.source(instruction)),
+        purpose=use.purpose,
+        parameters=use.parameters,
+        module=use.module,
         flops_beside=schedule.work.flops,
         bytes_beside=schedule.work.bytes_accessed,
         beside=schedule.operations,
-        **use._asdict(),
+        parts=_parts(use, module, num_bytes=payload.bytes),
     )
+    if collective.main_part is None:
+        return collective
+    main = collective.parts[collective.main_part]
+    if main.operation is None:
+        return collective
+    return dataclasses.replace(
+        collective,
+        operation=_with_first(main.operation, instruction.operation),
+        source=main.source or collective.source,
+    )
+
+
+def _parts(use: Use, module: Module, *, num_bytes: int) -> tuple[Part, ...]:
+    """Describes the arrays of a collective; empty for a single one, or if purposes are unknown.
+
+    Args:
+      use: what the collective is for.
+      module: the program.
+      num_bytes: the bytes of the collective, which the parts share.
+    """
+    total = sum(array_use.array.bytes for array_use in use.arrays) or 1
+    return tuple(
+        Part(
+            shape=array.dims,
+            bytes=num_bytes * array.bytes // total,
+            purpose=purpose,
+            parameters=parameters,
+            module=path,
+            operation=None if array.named is None else array.operations[0],
+            source=None if array.named is None else _users_line(module.source(array.named)),
+        )
+        for array, purpose, parameters, path in use.arrays
+    )
+
+
+def _with_first(first: str, joined: str | None) -> str:
+    """Joins the names of operations so that `operations` lists this one first.
+
+    The names stay as XLA has joined them, if the first one is this one already.
+    """
+    names = operations(joined) if joined else []
+    return joined if joined and names[0] == first else ";".join(dict.fromkeys([first, *names]))
 
 
 class _Members(NamedTuple):

@@ -12,6 +12,10 @@ The first rule that applies decides (`_Purposes.of`):
     result             the program returns the array, unchanged or added to a Variable
     reshard            the collective moves anything else, such as activations
 
+The compiler merges collectives, so that one moves several arrays. Each array is then judged by
+itself, and the collective has the purpose of most of its bytes: that of a sum of 1 MiB that was
+merged with the gradient of a scale is ``sum``.
+
 So the all-gather of a kernel sharded by `fsdp` is `parameter`, the reduce-scatter of its gradient
 is `gradient`, and the all-reduce after a kernel sharded over rows by `tensor_parallel` is `sum`.
 
@@ -46,6 +50,7 @@ mislead where activations have the shape of a parameter of their own module. Fro
 from __future__ import annotations
 
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -60,14 +65,24 @@ from .values import Located, Value, reached
 Purpose: TypeAlias = Literal["parameter", "state", "gradient", "sum", "result", "reshard"]
 
 
+class ArrayUse(NamedTuple):
+    """What one of several arrays of a collective is for."""
+
+    array: _Array
+    purpose: Purpose
+    parameters: tuple[str, ...]  # as in `Use`
+    module: str | None  # the innermost module around its operations; None without one
+
+
 class Use(NamedTuple):
-    """What a collective is for; ``Collective`` has the same fields."""
+    """What a collective is for; ``Collective`` has fields of the same names."""
 
     purpose: Purpose | None = None  # None if it is unknown
-    # The paths of the Variables that the collective moves, updates or makes gradients of. Empty for
-    # a ``sum`` or ``reshard``.
+    # The paths of the Variables that the collective moves, updates or makes gradients of, those of
+    # larger arrays first. Empty for a ``sum`` or ``reshard``.
     parameters: tuple[str, ...] = ()
     module: str | None = None  # the innermost module around its operations; None without one
+    arrays: tuple[ArrayUse, ...] = ()  # what each array is for, if there are several
 
 
 def uses_of(
@@ -129,27 +144,53 @@ class _Purposes:
 
         ``home`` is the name of the computation that it is in.
         """
-        # For each array that the collective makes, the names of the user's operations. The
-        # collective belongs to the innermost module around all of them, whichever rule decides.
-        operations_of = _operations_of_arrays(collective, self._module.within[home])
-        path = self._module_around(itertools.chain.from_iterable(operations_of))
+        arrays = _arrays_of(collective, self._module.within[home])
+        uses = [self._use_of(array, collective, home) for array in arrays]
+        if len(uses) == 1:
+            [use] = uses
+            return Use(use.purpose, use.parameters, use.module)
+        bytes_by_purpose: Counter[Purpose] = Counter()
+        for use in uses:
+            bytes_by_purpose[use.purpose] += use.array.bytes
+        # If two purposes have as many bytes, the one of the first array counts.
+        [(purpose, _)] = bytes_by_purpose.most_common(1)
+        sizes: dict[str, int] = {}  # by the path of a Variable, the bytes of its largest array
+        for use in uses:
+            if use.purpose == purpose:
+                sizes |= {x: max(use.array.bytes, sizes.get(x, 0)) for x in use.parameters}
+        # The innermost module around the operations of all arrays with this purpose.
+        operations_of = [use.array.operations for use in uses if use.purpose == purpose]
+        return Use(
+            purpose,
+            parameters=tuple(sorted(sizes, key=lambda path: (-sizes[path], path))),
+            module=self._module_around(itertools.chain.from_iterable(operations_of)),
+            arrays=tuple(uses),
+        )
+
+    def _use_of(self, array: _Array, collective: Instruction, home: str) -> ArrayUse:
+        """Decides what one array of a collective in the computation ``home`` is for."""
+        # The array belongs to the innermost module around all of its operations, whichever rule
+        # decides.
+        path = self._module_around(array.operations)
         is_sum = collective.collective in ("all-reduce", "reduce-scatter")
         # A collective that does not sum only moves arrays.
-        moved = frozenset[str]() if is_sum else self._moved_variables(collective, home)
+        moved = frozenset[str]() if is_sum else self._moved_variables(array, home)
         if moved:
             kind: Purpose = "state" if moved <= self._variables.states else "parameter"
-            return Use(kind, parameters=tuple(sorted(moved)), module=path)
-        gradients = self._gradients(collective, home, operations_of, is_sum=is_sum)
+            return ArrayUse(array, kind, tuple(sorted(moved)), path)
+        gradients = self._gradients(array, home, is_sum=is_sum)
         if gradients:
-            return Use("gradient", parameters=tuple(sorted(gradients)), module=path)
+            return ArrayUse(array, "gradient", tuple(sorted(gradients)), path)
         if is_sum:
-            return Use("sum", module=path)
-        # The paths of the Variables that the collective updates; None if the program does not
-        # return what it moves.
+            return ArrayUse(array, "sum", (), path)
+        # The paths of the Variables that the array updates; None if the program does not return it.
         updated = self._updated_by.get(collective.name)
+        if array.takers:
+            returned = [self._updated_by[x] for x in array.takers if x in self._updated_by]
+            updated = tuple(dict.fromkeys(itertools.chain(*returned))) if returned else None
         if updated is None:
-            return Use("reshard", module=path)
-        return Use("result", parameters=updated, module=path)
+            return ArrayUse(array, "reshard", (), path)
+        return ArrayUse(array, "result", updated, path)
 
     def _module_around(self, operation_names: Iterable[str]) -> str | None:
         """Returns the path of the innermost module around all of these operations, else None."""
@@ -161,30 +202,26 @@ class _Purposes:
             return None
         return common(paths) or None
 
-    def _moved_variables(self, collective: Instruction, home: str) -> frozenset[str]:
-        """Returns the paths of the Variables from which a collective's operands are computed.
+    def _moved_variables(self, array: _Array, home: str) -> frozenset[str]:
+        """Returns the paths of the Variables from which an array's operands are computed.
 
         The result is empty if an operand is also computed from something else. ``home`` is the name
         of the computation that the collective is in.
         """
         # For each operand, the names of the arguments that it is computed from: all of them if they
         # are Variables, else one that is not a Variable.
-        origins = [self._origins.of(Value(home, name)) for name in collective.operand_names]
+        origins = [self._origins.of(Value(home, name)) for name in array.operand_names]
         is_of_variables = all(map(self._origins.are_variables, origins))
         return frozenset[str]().union(*origins) if is_of_variables else frozenset()
 
-    def _gradients(
-        self, collective: Instruction, home: str, operations_of: list[list[str]], *, is_sum: bool
-    ) -> set[str]:
-        """Collects the paths of the Variables whose gradients a collective makes; empty for none.
+    def _gradients(self, array: _Array, home: str, *, is_sum: bool) -> set[str]:
+        """Collects the paths of the Variables of which an array is a gradient; empty for none.
 
-        Each array is judged by itself: the array's shape chooses among the Variables of the modules
-        that its operations are in.
+        The array's shape chooses among the Variables of the modules that its operations are in.
 
         Args:
-          collective: the collective.
-          home: the name of the computation that it is in.
-          operations_of: for each array that it makes, the names of the user's operations.
+          array: an array that a collective makes.
+          home: the name of the computation that the collective is in.
           is_sum: whether the collective adds up arrays of several devices.
         """
         # How often each loop around the collective runs; None for an unknown length. In a loop over
@@ -192,32 +229,24 @@ class _Purposes:
         callers = (caller for _, caller in self._module.around(home))
         loops = (caller.name for caller in callers if caller.opcode == "while")
         trip_counts = [*map(self._module.trip_counts.get, loops)]
-        operands = [Value(home, name) for name in collective.operand_names]
-        # True if operand i becomes array i. Otherwise nothing tells from which operand an array
-        # comes, so any of them may be a product with a parameter.
-        has_operand_per_array = len(operands) == len(operations_of)
-        dims_of_arrays = _dims_before_bitcasts(collective, self._module.within[home])
-        paths: set[str] = set()
-        for i, (dims, names) in enumerate(zip(dims_of_arrays, operations_of, strict=True)):
-            # The modules of the operations of the backward pass, which JAX makes by `transpose`.
-            # An operation outside of modules adds None.
-            backward = {module_of(x, self._variables.modules) for x in names if "transpose(" in x}
-            # A sum outside of modules may belong to any gradient, since the compiler merges sums.
-            candidates = backward if is_sum else backward - {None}
-            # The paths of the candidates' Variables that can have the array as a part.
-            variables = self._variables.with_part(candidates, dims, trip_counts)
-            own_operands = operands[i : i + 1] if has_operand_per_array else operands
-            # A gradient is a product of activations. A product with a parameter is itself an
-            # activation, so it is no gradient even if it has the shape of one.
-            if variables and not any(map(self._origins.is_weighted, own_operands)):
-                paths |= variables
-        return paths
+        # The modules of the operations of the backward pass, which JAX makes by `transpose`. An
+        # operation outside of modules adds None.
+        names = [name for name in array.operations if "transpose(" in name]
+        backward = {module_of(name, self._variables.modules) for name in names}
+        # A sum outside of modules may belong to any gradient, since the compiler merges sums.
+        candidates = backward if is_sum else backward - {None}
+        # The paths of the candidates' Variables that can have the array as a part.
+        variables = self._variables.with_part(candidates, array.dims, trip_counts)
+        operands = (Value(home, name) for name in array.operand_names)
+        # A gradient is a product of activations. A product with a parameter is itself an
+        # activation, so it is no gradient even if it has the shape of one.
+        if variables and any(map(self._origins.is_weighted, operands)):
+            return set()
+        return variables
 
 
-def _operations_of_arrays(
-    collective: Instruction, by_name: Mapping[str, Instruction]
-) -> list[list[str]]:
-    """Returns the names of the user's operations for each array that a collective makes.
+class _Array(NamedTuple):
+    """An array that a collective makes.
 
     XLA may have merged several collectives, and their names, into one, which makes a tuple::
 
@@ -225,35 +254,63 @@ def _operations_of_arrays(
         %x = f32[8] get-tuple-element(%sum), index=0, metadata={op_name="f/up/add"}
 
     The first array belongs to ``f/up/add``: the name of its operand ``%a`` says so, or the name of
-    ``%x``, which takes the array from the tuple. ``by_name`` has the instructions of the same
-    computation.
+    ``%x``, which takes the array from the tuple.
     """
-    joined, count = collective.operation, len(collective.results)
-    if joined is None and len(collective.operand_names) == 1:
+
+    dims: tuple[int, ...]  # as the program has them, see `_dims_before_bitcasts`
+    bytes: int  # the size of the result
+    operations: list[str]  # the names of the user's operations
+    # The instruction that has these names, the operand's maker or a taker; None if nothing says
+    # which array belongs to which operation. Each array then has all names of the collective.
+    named: Instruction | None
+    # The names of the operands that may become the array: one, or all if nothing says which one.
+    operand_names: tuple[str, ...]
+    takers: tuple[str, ...]  # the names of instructions that take it from a tuple of several
+
+
+def _arrays_of(collective: Instruction, by_name: Mapping[str, Instruction]) -> list[_Array]:
+    """Returns the arrays that a collective makes, with the names of the user's operations.
+
+    ``by_name`` has the instructions of the same computation.
+    """
+    joined = collective.operation
+    operand_names = collective.operand_names
+    if joined is None and len(operand_names) == 1:
         # In a program for several slices, the compiler divides a sum into parts without names, so
         # the name of the operand counts.
-        operand = by_name.get(collective.operand_names[0])
+        operand = by_name.get(operand_names[0])
         joined = None if operand is None else operand.operation
     merged = operations(joined or "")
-    if count < 2 or count != len(collective.operand_names):
-        # Nothing says which array belongs to which operation, so each array gets all of them.
-        return [merged] * count
-    taken_by = {  # index in the tuple of results → the name of the operation that takes it
-        instruction.tuple_index: instruction.operation
-        for instruction in by_name.values()
-        if instruction.opcode == "get-tuple-element"
-        and instruction.operand_names == (collective.name,)
-    }
-    operations_of = []
-    for i, operand_name in enumerate(collective.operand_names):
-        maker = by_name.get(operand_name)  # None if damaged text lacks it
-        made_by = None if maker is None else maker.operation
-        candidates = [operations(name) for name in (made_by, taken_by.get(i)) if name]
+    shapes = collective.results
+    dims = _dims_before_bitcasts(collective, by_name)
+    if len(shapes) < 2 or len(shapes) != len(operand_names):
+        # Nothing says which array belongs to which operation, so each array gets all of them. Only
+        # damaged text lacks the shape of a collective.
+        sizes = [shape.bytes for shape in shapes] or [0]
+        return [
+            _Array(array_dims, size, merged, None, operand_names, ())
+            for array_dims, size in zip(dims or [()], sizes, strict=True)
+        ]
+    takers: defaultdict[int | None, list[Instruction]] = defaultdict(list)  # by index in the tuple
+    for instruction in by_name.values():
+        is_item = instruction.opcode == "get-tuple-element"
+        if is_item and instruction.operand_names == (collective.name,):
+            takers[instruction.tuple_index].append(instruction)
+    arrays_made = []
+    for i, (operand_name, shape) in enumerate(zip(operand_names, shapes, strict=True)):
+        # Damaged text may lack the maker. Of several takers, the last one counts.
+        candidates = [by_name.get(operand_name), *takers[i][-1:]]
+        with_name = [x for x in candidates if x is not None and x.operation]
         # An operand may be named after something else, such as the loop that computes it, so the
         # first name that shares an operation with the collective is the right one.
-        shared = (names for names in candidates if not {*names}.isdisjoint(merged))
-        operations_of.append(next(shared, candidates[0] if candidates else merged))
-    return operations_of
+        shared = (x for x in with_name if not {*operations(x.operation or "")}.isdisjoint(merged))
+        named = next(shared, with_name[0] if with_name else None)
+        names = merged if named is None else operations(named.operation or "")
+        names_of_takers = tuple(taker.name for taker in takers[i])
+        arrays_made.append(
+            _Array(dims[i], shape.bytes, names, named, (operand_name,), names_of_takers)
+        )
+    return arrays_made
 
 
 def _dims_before_bitcasts(
@@ -351,7 +408,7 @@ class _Variables:
             frozen one, only counts if no updated one has the shape.
           dims: the shape of the part.
           trip_counts: how often each loop around the part runs. A loop over layers takes one layer
-            from the first dimension in each run.
+            in each run: from the first dimension, or from another one that is as long as the loop.
 
         Returns:
           The paths of the Variables; empty without any.
@@ -362,13 +419,20 @@ class _Variables:
         long_dims = tuple(size for size in dims if size > 1)
         # Gradients of products may be transposed. Five dimensions have too many orders to try.
         has_few_orders = 1 < len(long_dims) < 5
-        orders = itertools.permutations(long_dims) if has_few_orders else [long_dims]
+        orders = [*itertools.permutations(long_dims)] if has_few_orders else [long_dims]
         rows = [row for module in modules for row in self._rows.get(module, ())]
-        for order in orders:
-            paths = {row.path for row in rows if _can_have_part(row, order, trip_counts)}
-            if paths:  # The first order that fits decides.
-                updated = paths & self._updated if None in modules else set()
-                return updated or paths
+        # Layers are nearly always in the first dimension, so the others are tried only if no
+        # Variable fits with that one.
+        for find_shapes in (_usual_shape, _other_shapes):
+            for order in orders:
+                paths = {
+                    row.path
+                    for row in rows
+                    if any(_can_have_part(x, order) for x in find_shapes(row, trip_counts))
+                }
+                if paths:  # The first order that fits decides.
+                    updated = paths & self._updated if None in modules else set()
+                    return updated or paths
         return set()
 
 
@@ -379,19 +443,15 @@ class _Dimension(NamedTuple):
     shard: int  # the size of the dimension on one device
 
 
-def _can_have_part(
-    row: ParameterRow, dims: Sequence[int], trip_counts: Collection[int | None]
-) -> bool:
-    """Tells whether an array of these dimensions can be a part of a Variable, or one layer of it.
+def _usual_shape(row: ParameterRow, trip_counts: Collection[int | None]) -> list[list[_Dimension]]:
+    """Returns the shape of what a loop takes of a Variable, if layers are its first dimension.
 
-    A Variable of shape (12, 8, 16), with shards of (3, 8, 4), holds kernels of 12 layers. An array
-    of shape (3, 8, 16), for example, can be a part of it. An array of shape (8, 16) can be one
-    layer of it in a loop of 12 runs over the layers. In a pipeline of 4 stages, it can be one layer
-    in a loop of 3 runs over the layers of a stage, which is inside of the loop over ticks.
+    For a Variable of shape (12, 8, 16) with the kernels of 12 layers, that is (8, 16) in a loop of
+    12 runs over the layers, and all of it elsewhere. In a pipeline of 4 stages, the shards have 3
+    layers, and the loop has 3 runs over the layers of a stage. It is inside of the loop over ticks.
 
     Args:
       row: the Variable.
-      dims: the dimensions of the array, without those of size 1.
       trip_counts: how often each loop around the array runs, with one entry for each loop; None
         for a loop of unknown length.
     """
@@ -403,6 +463,27 @@ def _can_have_part(
         is_in_stage = len(trip_counts) > 1 and layers_of_stage in trip_counts
         if layers in trip_counts or is_in_stage:  # The loop takes one layer in each run.
             del dimensions[0]
+    return [dimensions]
+
+
+def _other_shapes(row: ParameterRow, trip_counts: Collection[int | None]) -> list[list[_Dimension]]:
+    """Returns the shapes that `_usual_shape` leaves out.
+
+    Layers may be in another dimension, such as the second one of a Variable (8, 12, 16). And all of
+    a Variable is used in each run of a loop over time that happens to be as long as its first
+    dimension. ``trip_counts`` is as in `_usual_shape`.
+    """
+    dimensions = [*map(_Dimension, row.shape, row.shard_shape)]
+    others = [i for i, x in enumerate(dimensions) if i and x.size in trip_counts]
+    return [dimensions, *(dimensions[:i] + dimensions[i + 1 :] for i in others)]
+
+
+def _can_have_part(dimensions: Sequence[_Dimension], dims: Sequence[int]) -> bool:
+    """Tells whether an array can be a part of a Variable, or of one layer of it.
+
+    A Variable of shape (12, 8, 16), with shards of (3, 8, 4), has the part (3, 8, 16), for example.
+    ``dims`` are the dimensions of the array, without those of size 1.
+    """
     long_dimensions = [dimension for dimension in dimensions if dimension.size > 1]
     # A stage of one layer needs no loop: for a Variable of (4, 8, 16) with shards of (1, 8, 4), a
     # device has an array of (8, 16) or (8, 4), so dimensions whose shard has size 1 may be missing.

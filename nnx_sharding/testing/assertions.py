@@ -346,9 +346,10 @@ def assert_gathers_weights(
         _fail(f"{report.name} calls no module with parameters that are sharded{_over(wanted)}.", ())
     gathered: set[str] = set()  # the paths of gathered Variables
     for collective in collectives.of("all-gather"):
-        # The purpose of Variables that are no parameters is "state".
-        if collective.purpose in ("parameter", "state"):
-            gathered.update(collective.parameters)
+        for part in collective.parts or (collective,):
+            # The purpose of Variables that are no parameters is "state".
+            if part.purpose in ("parameter", "state"):
+                gathered.update(part.parameters)
     checked = _not_allowed(weights, allowed, lambda row: row.path)
     not_gathered = [row for row in checked if row.path not in gathered]
     if not_gathered:

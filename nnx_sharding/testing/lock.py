@@ -413,9 +413,10 @@ def _collective_name(collective: Collective) -> str:
 
     Layers in lists are folded: ``all-reduce over model for sum of model.layers[*].down``.
     """
-    paths = sorted({folded(path) for path in collective.parameters})
-    if len(paths) > 2:
-        paths = [paths[0], f"{len(paths) - 1} others"]
+    # The Variable with the largest array comes first. If all are named, they are sorted, because
+    # the same Variables must have the same name in all collectives.
+    paths = [*dict.fromkeys(folded(path) for path in collective.parameters)]
+    paths = [paths[0], f"{len(paths) - 1} others"] if len(paths) > 2 else sorted(paths)
     if paths:
         subject = " and ".join(paths)
     elif collective.module:
