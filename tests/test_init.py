@@ -277,7 +277,7 @@ class MistakesTest(parameterized.TestCase):
         ):
             init_(lambda: MLP(hidden=6), StateSharding({...: P("b")}), mesh)
         with self.assertRaisesRegex(
-            ValueError, f"{init_.__name__}: .*\n.* for sharding: .*no axis 'c'"
+            ValueError, f"{init_.__name__}: .*\n.* for sharding, filter .*no axis 'c'"
         ):
             init_(MLP, StateSharding({...: P("c")}), mesh)
         with self.assertRaisesRegex(TypeError, "make_model"):

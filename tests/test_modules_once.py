@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import zoo
@@ -287,11 +287,6 @@ def with_a_mesh(self, x):
     return jax.shard_map(jnp.dot, mesh=EXPLICIT, **specs)(x, self.kernel[...])
 
 
-def with_a_constraint(self, x):
-    sharding = NamedSharding(EXPLICIT, P("data"))
-    return jax.lax.with_sharding_constraint(x @ self.kernel[...], sharding)
-
-
 class Choosing(nnx.Module):
     def __init__(self, method):
         self.kernel, self.method = nnx.Param(jnp.eye(WIDTH)), method
@@ -300,7 +295,7 @@ class Choosing(nnx.Module):
         return self.method(self, x)
 
 
-@pytest.mark.parametrize("method", [with_out_sharding, with_a_mesh, with_a_constraint])
+@pytest.mark.parametrize("method", [with_out_sharding, with_a_mesh])
 def test_modules_that_are_declared_to_run_as_written(method):
     """So do those that hold them; others, such as the layers in them, have Auto axes."""
     types = collections.defaultdict(list)

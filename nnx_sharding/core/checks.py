@@ -139,7 +139,7 @@ def _check_abstract(plan: Plan, leaves: Arrays) -> Exception | None:
         f"{plan.transform.name}: these arguments are abstract, without data:",
         [array_line(plan.names[slot], leaves[slot]) for slot in sorted(abstract)],
         " ".join(remedies),
-        "abstract-arguments",
+        anchor="abstract-arguments",
     )
 
 
