@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 # Two installs into one environment at the same time would break it.
 .NOTPARALLEL:
-.PHONY: help install demo test coverage test-python test-guard test-modes test-oldest test-matrix
+.PHONY: help install demo test test-slow coverage test-python test-guard test-modes test-oldest test-matrix
 .PHONY: install-oldest test-debian test-tpu asan lint types docs links package wheels check nightly release-check
 .PHONY: bench models clean
 
@@ -43,14 +43,19 @@ demo: $(VENV)/.installed-demo  ## train a small sharded model and show its shard
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # Slow tests are for `make nightly`, some of them for each merge: see tests/schedule.py.
+GATES := (not slow or gate) and not nightly
 MARKS ?= not slow
 test: $(VENV)/.installed-tests  ## run all but the slow tests, with the examples in the docs
 	$(PYTEST) -m "$(MARKS)" $(PYTEST_ARGS)
 
 # Of large grids, others than tests/schedule.py draws for this seed take hours: they have the mark `rest`.
-coverage: $(VENV)/.installed-tests  ## run all tests and show which lines and branches they miss
-	HYPOTHESIS_PROFILE=nightly JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) -m "not rest" \
-	  $(NNX_SHARDING_TEST_SEED:%=--hypothesis-seed=%) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
+NIGHT := HYPOTHESIS_PROFILE=nightly JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) \
+  $(NNX_SHARDING_TEST_SEED:%=--hypothesis-seed=%)
+test-slow: $(VENV)/.installed-tests  ## run the tests that no gate runs
+	$(NIGHT) -m "not ($(GATES)) and not rest" $(PYTEST_ARGS)
+
+coverage: $(VENV)/.installed-tests  ## run the tests of the gates and show which lines and branches they miss
+	$(NIGHT) -m "$(GATES)" --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
 # Only the walk differs, so these are the tests that it can break. Slow ones compare both walks.
 WALK_TESTS := guard graph_faults life memory modes references statics
@@ -111,11 +116,9 @@ CORE_MARKS := not slow or oldest
 test-oldest: $(VENV)/.installed-matrix  ## run the core tests with the oldest Python, jax and flax
 	$(NOX_OLDEST) -- -m "$(CORE_MARKS)" $(PYTEST_ARGS) $(CORE_TESTS)
 
-# What takes longer depends on devices and numbers, not on the Python: `make coverage` runs that once.
-MATRIX := (not slow or gate) and not nightly
 # For a Python that is not installed, such as the newest.
 test-debian:  ## run the tests on the Python of Debian sid, in a chroot (as root, with debootstrap)
-	tools/test_on_debian.sh -m "$(MATRIX)" $(PYTEST_ARGS)
+	tools/test_on_debian.sh -m "$(GATES)" $(PYTEST_ARGS)
 
 # All tests of the gates with the newest releases of all, which constraints.txt may not have yet, and
 # with the oldest of all; on the Pythons between them the core, which is what reads the interpreter.
@@ -123,8 +126,8 @@ NOX_NEWEST = $(BIN)/nox --force-python $(PYTHON) --session "tests(newest)"
 test-matrix: $(VENV)/.installed-matrix  ## run the tests with oldest and newest jax, the core on each Python
 	@failed=; \
 	  $(BIN)/nox --session tests -- -m "$(CORE_MARKS)" $(PYTEST_ARGS) $(CORE_TESTS) || failed="$$failed core"; \
-	  $(NOX_NEWEST) -- -m "$(MATRIX)" $(PYTEST_ARGS) || failed="$$failed newest"; \
-	  $(NOX_OLDEST) -- -m "$(MATRIX)" $(PYTEST_ARGS) || failed="$$failed oldest"; \
+	  $(NOX_NEWEST) -- -m "$(GATES)" $(PYTEST_ARGS) || failed="$$failed newest"; \
+	  $(NOX_OLDEST) -- -m "$(GATES)" $(PYTEST_ARGS) || failed="$$failed oldest"; \
 	  [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 lint: $(VENV)/.installed-lint  ## check style, formatting, and that measured figures are those of a run

@@ -13,7 +13,7 @@ if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
 # What tests draw at random. Workers inherit it; the header of a run shows it.
 SEED = os.environ.setdefault("NNX_SHARDING_TEST_SEED", str(random.randrange(10**6)))
-# Tests run most programs once. `make coverage`, which is nightly, optimizes them.
+# Tests run most programs once. `make nightly` optimizes them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax  # noqa: E402
@@ -23,7 +23,7 @@ from jax._src import compiler  # noqa: E402
 from jax._src.lru_cache import LRUCache  # noqa: E402
 
 # Compiling takes as long as it takes, so examples have no deadline. `ci` tries the same examples in
-# every run, `nightly` (`make coverage`) more, and others each time; `thorough` many new ones.
+# every run, `nightly` (`make nightly`) more, and others each time; `thorough` many new ones.
 settings.register_profile("ci", max_examples=40, derandomize=True, deadline=None)
 settings.register_profile("nightly", deadline=None)
 settings.register_profile("thorough", max_examples=1000, deadline=None)

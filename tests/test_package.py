@@ -48,10 +48,11 @@ NEEDED = ("nnx_sharding.analysis", "nnx_sharding.diagnostics", "nnx_sharding.spe
 @pytest.mark.parametrize(
     ("report", "problem"),
     [
-        ("{commit}\n{today}\nNNX_SHARDING_TEST_SEED=7\ntest ok 9 s\n", None),
-        ("{commit}\n{today}\ntest ok 9 s\nasan FAILED 9 s\n", "nightly: asan FAILED 9 s"),
-        ("{commit}\n2020-01-01\ntest ok 9 s\n", "days ago"),
-        ("{commit}-dirty\n{today}\ntest ok 9 s\n", "is not a commit that this one has"),
+        ("{commit}\n{today}\nNNX_SHARDING_TEST_SEED=7\ntest ok 9 s\nfinished\n", None),
+        ("{commit}\n{today}\ntest ok 9 s\n", "nightly: has not finished"),
+        ("{commit}\n{today}\ntest ok 9 s\nasan FAILED 9 s\nfinished\n", "nightly: asan FAILED 9 s"),
+        ("{commit}\n2020-01-01\ntest ok 9 s\nfinished\n", "days ago"),
+        ("{commit}-dirty\n{today}\ntest ok 9 s\nfinished\n", "is not a commit that this one has"),
         (None, "there is no report of a nightly run"),
     ],
 )

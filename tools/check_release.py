@@ -18,8 +18,8 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# What ``make nightly`` writes: the commit, the date, and a line for each part. It takes hours, so
-# it is not run again.
+# What ``make nightly`` writes: the commit, the date, a line for each part, and "finished". It takes
+# hours, so it is not run again.
 NIGHTLY = ROOT / "build" / "nightly.txt"
 MOST_DAYS = 7
 
@@ -52,6 +52,8 @@ def nightly_problems(path: Path = NIGHTLY) -> list[str]:
         return [f"there is no report of a nightly run, {path}: run `make nightly`"]
     commit, date, *parts = path.read_text(encoding="utf-8").splitlines()
     problems = [f"nightly: {part}" for part in parts if "FAILED" in part]
+    if "finished" not in parts:
+        problems.append("nightly: has not finished: run `make nightly`, which goes on with it")
     is_ancestor = ["git", "merge-base", "--is-ancestor", commit, "HEAD"]
     if subprocess.run(is_ancestor, cwd=ROOT, check=False, capture_output=True).returncode:
         problems.append(f"nightly: {commit} is not a commit that this one has")
