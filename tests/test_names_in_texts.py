@@ -74,37 +74,6 @@ def test_names_can_be_imported():
     assert count > 300, count
 
 
-def glossary(doc: str) -> list[str]:
-    """The names under "From other modules:": of a table's first column, else in backticks."""
-    text = doc.partition("From other modules:")[2]
-    rows = re.findall(r"^ {4}(\w+(?:, \w+)*)", text, re.MULTILINE)
-    return re.findall(r"\w+", " ".join(rows)) or re.findall(r"(?<!`)`([\w.]+)`(?!`)", text)
-
-
-def identifiers(tree: ast.Module) -> Iterator[str]:
-    """What code imports or names, and the classes of its variables: ``caller`` is a `Caller`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.alias):
-            yield node.asname or node.name
-        name = getattr(node, "id", getattr(node, "attr", getattr(node, "arg", None)))
-        if name:
-            yield from (name, name.title().replace("_", ""))
-
-
-def test_glossaries_name_what_their_module_uses():
-    wrong, count = [], 0
-    for path in SOURCES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names, used = glossary(ast.get_docstring(tree) or ""), {*identifiers(tree)}
-        own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        count += len(names)
-        for name in names:
-            if not {*name.split(".")} <= used or name in own:
-                wrong.append(f"{path.relative_to(ROOT)}: {name}")
-    assert not wrong, "\n".join(wrong)
-    assert count > 200, count
-
-
 # With these words, a comment goes on with the code before it.
 FRAGMENT = re.compile(
     r"# (?:(?:by |in |to |for |with |after )?which|whose|such as|those|its|else)\b", re.I

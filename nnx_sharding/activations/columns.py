@@ -7,10 +7,6 @@ The kernel of a layer with several dimensions of features, such as ``nnx.MultiHe
 
 Only sizes tell which Variable of a layer is its kernel. A wrong guess costs a reshard, but the
 numbers stay right, because specs do not change them.
-
-From other modules: `own_variables` yields the Variables of a module without those of its
-submodules, each after its path. `spec_of_slice` infers the spec of a slice of an array from the
-shapes of both. `keep_axes` removes all other axes from a spec.
 """
 
 from __future__ import annotations

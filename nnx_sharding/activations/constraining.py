@@ -9,19 +9,6 @@ A `Frame` (``calls.py``) is the call of a module: its ``tag`` has the expression
 (``accessor``), and ``is_strict`` says whether it is an error if specs do not fit. That is true for
 specs of the user, unless they have ``strict=False``. ``note_sharding`` of a frame records what was
 chosen for an array of this call; ``note_declared`` tells the calls around this one, too.
-
-From other modules:
-
-    spec_and_mesh           the spec and the mesh of a sharding; None if one of them is missing
-    mesh_in_trace           a mesh with the axis types of the current trace
-    fit_sharding            how a spec fits a mesh and a shape: ``problems`` are the mismatches that
-                            ``on_indivisible`` does not correct, ``sharding`` is the corrected spec,
-                            and ``line`` makes a line for an error
-    without_unconstrained   a spec with the entries of the array's present sharding in place of
-                            UNCONSTRAINED
-    is_activation_spec      whether a part of a prefix is one spec, and not a container of specs
-    rebuild                 puts other arrays into a flattened tree: changes its modules in place,
-                            makes new containers
 """
 
 from __future__ import annotations

@@ -8,15 +8,6 @@ is the call of a module; its ``tag`` has the path and an expression for the modu
 about operations that need types in a module whose axes a strategy made Auto, and
 :func:`refuse_untyped` about operations whose result JAX cannot type. :func:`see` adds to an error
 how to read its section of ``docs/errors.md``, and returns the error.
-
-From other modules:
-
-    message                    a text: what is wrong, a line for each place, and the remedy
-    arrays_in                  the arrays in a pytree, without those in modules
-    first_with_explicit_spec   the first of them on a mesh with Explicit axes; None without one
-    own_variables              the Variables of a module without those of its submodules, each
-                               after its path
-    is_layer                   whether a module has no submodules
 """
 
 from __future__ import annotations

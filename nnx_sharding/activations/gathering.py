@@ -2,19 +2,6 @@
 
 A loop over layers, such as a ``Stack``, gives its module a slice of each stacked array, so the spec
 of a slice is inferred from the spec of the whole array (:func:`spec_of_slice`).
-
-From other modules:
-
-    Tag              the tag of a module has its ``path`` in the argument ``name``, the ``axes``
-                     over which its parameters are gathered, and the ``specs`` of its Variables by
-                     path. Each has the spec ``inside`` (while the module runs), and says if it
-                     ``is_gathered``
-    own_variables    the Variables of a module without those of its submodules, each after its path
-    type_spec        the spec in the type of an array on Explicit axes; otherwise None
-    keep_axes        a spec without all other axes
-    apply_shardings  constrains each array of a trace to a sharding
-    PREFETCHED       the Variables that a loop around the module has gathered already, each by the
-                     argument, the path of its module, and its own path in the module
 """
 
 from __future__ import annotations

@@ -17,17 +17,6 @@ The arguments of a call are flattened: modules and Variables are a list of objec
 *index*, and arrays are a list, each with a *slot*. In a `Plan`, ``structure.slots`` has the slots
 of the arrays of each object, by its index, and ``object_specs`` has the declared spec of each array
 of an object, by its slot. ``batch_axes`` are the mesh axes that shard the rows of the data.
-
-From other modules:
-
-    type_spec       the spec in the type of an array; None if none of its axes is Explicit
-    spec_and_mesh   the spec and the mesh of a sharding; None if it has no spec, or there is no mesh
-    keep_axes       a spec with only those of its axes that are given
-    with_entries    a spec with other entries
-    pad_entries     the entries of a spec, filled with None up to a number of dimensions
-    own_variables   the Variables of a module without those of its submodules, each after its path
-    modules_in      a module and all modules in it, each after its path
-    is_parameter    whether a Variable is gathered for its module: if it is an ``nnx.Param``
 """
 
 from __future__ import annotations

@@ -16,30 +16,6 @@ tag of the original (``trace_keys.py``). A *source* is one ``ActivationSharding`
 a strategy: filters for modules, each with shardings. A *schedule* runs calls in another order, for
 example in a pipeline. The *plan* is what is known of the function before its trace; its
 ``batch_axes`` are the mesh axes that shard the rows of the data.
-
-From other modules:
-
-    Frame             one call of a module: its ``tag``, ``method``, and what was chosen for arrays
-    RECORD            the record of the current trace, if it is made for a report; otherwise None
-    type_spec         the spec in the type of an array; None if none of its axes is Explicit
-    spec_and_mesh     the spec of a sharding and its mesh; None for a sharding without a spec
-    keep_axes         a spec with only those of its axes that are given
-    axes_of_type      the axes of a mesh that have one type, such as Explicit
-    apply_shardings   gives arrays shardings; in a trace, by constraints
-    mesh_in_trace     a mesh with the axis types of the current trace
-    with_handler      calls a function, and passes the calls of modules in it to a handler
-    current_handler   that handler: a `Scope`, or one that another transform, ``remat``, has set
-    pass_tags, pass_paths  pass on tags of modules, and paths within ``remat``, to their copies
-    gathered_values   the Variables that a module uses gathered, as pairs with the gathered value;
-                      `replaced_values` gives them these values within a block
-    inferred_axes     the Explicit axes that are Auto in a method: all or none
-    with_auto_axes    calls a function while some Explicit axes are Auto
-    opened            a spec with ``OPEN`` for each dimension that no axis shards; None for None
-    input_like        the input like which an output is typed; `output_spec` the resulting spec
-    spec_of_columns   the spec of an output whose last dimensions are columns of a kernel, or None
-    refuse_untyped    always raises an error of ours that names the module
-    raise_if_constraint, explain
-                      raise an error of ours, or add a note, if they can explain the given error
 """
 
 from __future__ import annotations

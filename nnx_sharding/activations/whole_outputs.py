@@ -23,18 +23,6 @@ has returned with a declared sharding. `Scope` (``tracing.py``) calls the method
 ``begin_layer`` before a module with Variables of its own runs, ``end_layer`` for each output whose
 columns are those of a kernel, ``add`` for each new output of an outermost module without a declared
 sharding, and ``warn`` when the function has returned.
-
-From other modules:
-
-    axes_of          the mesh axes in one entry of a spec, as a tuple; `entry_of` makes an entry of
-                     axes
-    spec_axes        all mesh axes in a spec
-    pad_entries      the entries of a spec, filled with None up to a number of dimensions
-    modules_in       a module and all modules in it, each after its path
-    exact_path       a regular expression for one path
-    users_line       the file and line of the user's code that runs, such as ``serve.py:24``
-    KEYS             a pattern for names of projections to keys or values, such as ``k_proj``
-    warn_or_raise    warns; raises an error instead if the transform is strict
 """
 
 from __future__ import annotations

@@ -6,18 +6,6 @@ instruction in the fusion uses the operand (`_bytes_read`):
 
     %y = f32[2,8] dynamic-slice(f32[64,8] %x, …)               reads 64 B of %x, writes 64 B
     %z = f32[64,8] dynamic-update-slice(f32[64,8] %x, %y, …)   reads 64 B of %y, writes 64 B
-
-From other modules:
-
-    Module        the HLO program. By the name of a computation, ``within`` has its instructions,
-                  and ``roots`` the instruction whose result it returns. ``fused(instruction)`` is
-                  the computation that a fusion runs; None for other instructions
-    Instruction   ``opcode``, ``results`` (the shapes of the arrays that it makes), ``target`` (what
-                  a custom call calls)
-    Operands      for each operand the shapes of its arrays, mostly one
-    base          an opcode without ``-start``, ``-done``, and ``-update`` (a step between these
-                  two)
-    total_bytes   the bytes of several arrays, without padding
 """
 
 from __future__ import annotations

@@ -6,19 +6,6 @@ reason is that rule, which later rules it overrides, and which mesh axes divide 
     model.up.bias: replicated, 64 B on each device
       Rule 1, 'bias', decides: P('model').
       Of P('model'), not all fits: dimension 0 has size 16, not divisible by 'model' (12).
-
-From other modules:
-
-    Plan            has the user's specs of each argument, by parts of it (``arguments``)
-    slot            the number of an array among all of a call, in the order of ``Plan.names``
-    NamedLocation   where a Variable or array is in an argument, and the expression for it; ``part``
-                    is the part of the argument that has a spec of its own
-    StateSharding   rules: ``filters``, the ``shardings`` that they give, and ``names`` of filters
-    fit_sharding    fits a spec to a shape: drops axes that do not divide it, and says which (its
-                    ``reasons`` are a text, empty if all of the spec fits)
-    Reason          what the user reads: a subject, facts, and what to write instead
-    accessor        the expression for a path below a name: ``model.blocks[3].kernel``
-    ParameterRow    an argument of the program: its path, spec and shapes
 """
 
 from __future__ import annotations

@@ -8,22 +8,6 @@ schedule with the most in use.
 What is approximate: a fusion belongs to one module, though the compiler may have fused the end of
 one with the beginning of the next; shapes decide what is a gradient; and what an array without a
 name is for remains unknown (`ModuleTable.unattributed`).
-
-From other modules:
-
-    PlaceFinder   finds the places: ``place_of`` an instruction (None if it has none of its own),
-                  ``place_around`` a computation (`UNKNOWN` for none)
-    Arguments     what the arguments are for: ``owner(number)`` is the owner of one
-    BufferOwners  finds the owners of arrays, and has the place of each step of the schedule
-                  (``places``)
-    roofline_of   times for a cost and collectives on hardware; its ``seconds`` are the largest
-    Module        the HLO program. ``fused`` is the computation of a fusion, ``homes`` that of an
-                  instruction by name, ``runs`` how often each runs
-    Buffers       what the compiler keeps in memory: allocations (blocks), buffers in them (arrays),
-                  and the first and last step of the schedule at which each is live
-    Work          the flops and bytes of instructions; ``plus`` adds, ``cost`` makes a `Cost` of it
-    ExecutedWork  the instructions of each computation that do work, each with that of one run
-    Phase         steps of the schedule, one after the other, that belong to one place
 """
 
 from __future__ import annotations

@@ -5,13 +5,6 @@ are written short, with the spec of the whole array and how many there are:
 
     line  code              types                       flops
     12    y = self.up(x)    f32[8,64] P('data') (3 ×)   196 k
-
-From other modules:
-
-    spec_text   a spec as a user writes it
-    axes_text   mesh axes as tables show them: ``data+model``, ``?`` if they are unknown
-    legend      lines below a table that say what its columns are
-    drawn       plain text of tables and texts
 """
 
 from __future__ import annotations

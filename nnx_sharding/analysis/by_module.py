@@ -3,13 +3,6 @@
 A row is a module and a pass, forward or backward: what one device computes, sends and holds for the
 module itself, without the modules in it. The *peak* is the step of the schedule with the most bytes
 in use. Its bytes have *kinds*, such as parameters and activations (`MemoryUse`).
-
-From other modules:
-
-    enclosing_paths  the paths of all objects that a module is in, outermost first
-    is_within        whether a path is that of a module, or below it
-    all_known        a list of values; None if one of them is None
-    legend           lines below a table that say what its columns are
 """
 
 from __future__ import annotations

@@ -8,24 +8,7 @@ from the result of the collective on to the first instruction that computes with
     sine (model.up)  f32[4,16,8]  →  all-gather, all-gather  →  f32[16,16,16]  multiply (model)
 
 The shapes in the program are those on one device. The trace has the shape of the whole value at the
-same line, and the two shapes together tell the spec. From other modules:
-
-    Collective     a row of the report: its kind, its mesh axes, and its ``purpose``; for a gradient
-                   or parameters also the paths of these Variables (``parameters``). If the compiler
-                   merged several, it has ``parts``, and is named after that at ``main_part``
-    Value          an array of the program, by the instruction that makes it
-    Module         the program: ``maker(value)`` is the instruction that makes a value, and
-                   ``passed(value)`` are the values of which it is an unchanged copy, empty if the
-                   instruction computes it. By the name of a computation, ``within`` has its
-                   instructions by name, ``users`` the users of each instruction (the user, and the
-                   position of the operand), ``callers`` the instructions that call it, and
-                   ``roots`` the instruction whose result it returns
-    dims_at        the shape of the part of a result at an index; () if there is none
-    module_of      the path of the user's module in the name of an operation; None without one
-    operations     the names that XLA has joined to the name of one instruction
-    users_frame    the innermost frame that is not in a library; None without one
-    spec_of_shard  the spec that cuts a whole shape to a shape on one device; None if none fits
-    Reason         what the user reads: a subject, facts, and what to do instead
+same line, and the two shapes together tell the spec.
 """
 
 from __future__ import annotations

@@ -12,25 +12,6 @@ meanwhile (`overlap.py`). An HLO program (`Module`) consists of *computations*, 
 instructions that call each other. A fusion is an instruction that runs a computation as one kernel.
 JAX compiles for one *replica* of several *partitions*: a partition is a device.
 
-From other modules:
-
-    Module         the HLO program. By the name of a computation, ``around`` are the calls around
-                   it, ``runs`` is how often it runs, ``roots`` has the instruction whose result it
-                   returns. ``unread`` lists what is not understood; ``taken(weights)`` are the
-                   computations that run if conditionals take the branch with the most weight
-    Instruction    one instruction. ``rest`` is its text from the operands on, ``attributes`` has
-                   the texts after the operands by name
-    Groups         tuples with the numbers of the devices that exchange data with each other
-    Placed         Groups by positions in the mesh, and whether the mesh has all of these devices
-    axes_of_groups the mesh axes over which groups run; None if no set of axes has these groups.
-                   `axes_of_pairs` is the same for the pairs of a permutation
-    connected      the sets of devices that pairs connect
-    arrays         the arrays of a shape, which may be a tuple; `total_bytes` sums their bytes
-    Use            the purpose, the parameters and the module of a collective
-    Overlap        finds what is `Scheduled` while a collective is in progress
-    Located        an instruction, and the computation that it is in
-    operations     the names that XLA has joined to the name of one instruction
-
 A mesh may have several *slices*, tori of TPUs. The program is then for one slice, and numbers only
 the devices of this slice (`slices.py`).
 """

@@ -11,14 +11,6 @@ compare with peak rates, of which a multiply-add is two:
 
 What an instruction *applies* to elements, such as the addition of a ``reduce``, is a computation,
 whose flops are not known here: `applications` says how often it runs.
-
-From other modules:
-
-    Instruction   ``opcode``, ``results`` (the shapes of the arrays that it makes), ``callees`` (the
-                  names of the computations that it runs), ``target`` (what a custom call calls) and
-                  ``attributes`` (texts by name)
-    Shape         of one array: dtype and dims
-    Operands      for each operand the shapes of its arrays, mostly one
 """
 
 from __future__ import annotations

@@ -15,17 +15,6 @@ than wrong.
 A computation *calls* others: a `while` its condition and body, a `fusion` what it runs as one
 kernel, a `reduce` what it *applies* to pairs of elements (`Call`, with the attribute that names the
 callee). Lines of the user's code are in tables before the computations, by the number of a frame.
-
-From other modules:
-
-    Values          what a `Module` also is: ``calls``, the calls in each computation by its name;
-                    ``callers``, those of each computation; ``maker``, the instruction of a value;
-                    ``by_name``, the computations; ``with_opcode``, the instructions with opcodes
-    trip_counts     how often the body of each loop runs, by the name of the loop, if known
-    is_known        whether all of an instruction is understood
-    spell_out       writes asynchronous operations that the compiler abbreviates in full
-    with_exchanges  the collectives between slices, which the compiler writes as sends and receives
-    nesting         the brackets that a text opens, less those that it closes
 """
 
 from __future__ import annotations

@@ -7,17 +7,6 @@ device say how a value is sharded, where mesh axes have different sizes:
 
 A value of the trace and an instruction belong together if they have the same *key*: line, name of
 the operation, pass and module (`OperationKey`).
-
-From other modules:
-
-    MadeValue       a value of the trace; ``why`` is BY_COMPILER if the compiler chose its spec
-    LineFinder      finds the line of each instruction; ``keys`` yields instructions with keys
-    Module          the HLO program, of one device or before it is partitioned
-    read_sharding   the spec that a sharding of XLA says on a mesh; None if there is none
-    with_entries    a copy of a spec with other entries
-    axes_of         the mesh axes in one entry of a spec, as a tuple
-    possible_entries  all specs that divide an array as asked, as tuples of axes by dimension;
-                    `spec_of_entries` makes a spec of one
 """
 
 from __future__ import annotations

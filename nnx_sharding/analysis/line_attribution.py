@@ -4,14 +4,6 @@
 chose (`inferred_specs.py`). **Cost** is that of `attribution.py`, where a place is a line instead
 of a module (`line_places.py`). What belongs to no line is in a row of its own, so that sums are
 those of the program.
-
-From other modules:
-
-    MadeValue         a value of the trace: its line, type, spec, pass and module
-    LineFinder        finds the place of each instruction. ``lines`` are the (file, line) by the
-                      path of their place, such as ``model.py:12``
-    figures_by_place  what the program computes, sends and holds at the peak of memory, by place
-    LineRow           a row of the table; all but file and line may be left out
 """
 
 from __future__ import annotations

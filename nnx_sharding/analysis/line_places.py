@@ -4,11 +4,6 @@ XLA keeps the tracebacks of operations. Only lines that the trace has count, so 
 compiles the program does not. All else is as in `places.py`, where a *place* is a module: an
 instruction that the compiler made has the line of the nearest ones that it serves. Here, the path
 of a place is a line, ``model.py:12``.
-
-From other modules:
-
-    operations   the names that XLA has joined to the name of one instruction
-    module_of    the path of the user's module in the name of an operation; None for none
 """
 
 from __future__ import annotations

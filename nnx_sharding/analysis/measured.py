@@ -3,11 +3,6 @@
 XLA writes an event for each operation that a device runs, with the name of the instruction in the
 compiled program; that program has the lines. A loop's event spans those of its body, so only
 instructions that call nothing but fused computations count.
-
-From other modules:
-
-    Module   the HLO program. ``homes`` is the computation of each instruction by its name,
-             ``within`` are the instructions of each computation by name
 """
 
 from __future__ import annotations

@@ -6,13 +6,6 @@
 
 A move that the compiler adds has no name of an operation, and is always followed. A move that the
 user wrote is followed only with ``past_user_moves``.
-
-From other modules:
-
-    Module   the HLO program. ``maker(value)`` is the instruction that makes a value,
-             ``operands(value)`` are the values that this instruction takes, ``passed(value)`` the
-             values of which a value is an unchanged copy
-    Value    an array: an instruction, and an index if the instruction makes a tuple
 """
 
 from __future__ import annotations

@@ -7,20 +7,6 @@ in an iteration of a loop that neither need the collective nor are needed by it,
 compiler may run these at the same time. A compiler may write one collective as several
 instructions: in a loop for TPUs, for example, a start, products that carry it on, and an end. These
 instructions are the *chain* of the collective; all of them have the number of its *channel*.
-
-From other modules:
-
-    Module          the HLO program. ``maker`` is the instruction that makes a value, ``around``
-                    the calls around a computation, innermost first, ``by_name`` its computations,
-                    ``calls`` the calls in each computation (``attribute`` is how a call names its
-                    ``callee``, such as ``body``)
-    Work            flops, bytes and other figures of work; ``Work()`` is none. ``plus(other,
-                    times)`` adds other work so many times
-    sum_of          the sum of several `Work`
-    trip_counts     how often the body of each loop runs, by the name of the loop, if known
-    executed_work   the work of each instruction in one run of its computation, without branches of
-                    conditionals that are not taken
-    reached         a search: yields a node, and all nodes that a function leads to from there
 """
 
 from __future__ import annotations

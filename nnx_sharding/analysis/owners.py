@@ -17,24 +17,6 @@ With `x` → `up` → `down` → loss, a hidden layer that the compiler keeps fo
 
     schedule   up dot   down dot   loss   down dot, backward   up dot, backward
     %dot.1     made     read       .      read                 .        activations of model.up
-
-From other modules:
-
-    Place       the path of a module (empty outside of modules) and whether it is the backward pass
-    Buffer      an array in memory: the ``name`` of its instruction, and the ``first`` and ``last``
-                step of the schedule at which it is live
-    Allocation  a block of memory: an argument's (``parameter``, its number), a result's
-                (``is_result``), or of ``values``, buffers that are there one after another
-    Module      the HLO program. ``maker`` is the instruction that makes a value, ``argument`` the
-                number of the argument that a value is (None if it is none), ``homes`` has the
-                names of computations by the names of their instructions
-    PlaceFinder  its ``place_of`` is the place of an instruction, or None; `places_of_schedule` the
-                place at each step of a schedule
-    computing_value  the value at the end of a chain of moves, which is computed or an argument. The
-                user's own moves are followed only with ``past_user_moves``
-    rows_of_inputs  the row of each argument of the compiled program, by the argument's number
-    enclosing_paths  the paths of all objects that an array is in, outermost first
-    dims_at     the shape of the part of a result at an index; () if there is none
 """
 
 from __future__ import annotations

@@ -1,19 +1,4 @@
-"""The tables of parameters and of activations: how every array of a model or program is sharded.
-
-From other modules:
-
-    flatten         splits a pytree with modules into `Flat`: its arrays (``leaves``), and its
-                    ``structure``, which has an entry for each module and Variable
-    Location        where a Variable or an array is: its ``path``, its ``object_index`` in the
-                    structure, and the numbers of its arrays in the leaves (``slots``)
-    path_string     a path as text: ``("blocks", 0, "up")`` is ``blocks/0/up``
-    array_bytes     the bytes of an array of a shape and dtype
-    container_keys  the path of each leaf in a pytree, by its treedef
-    pad_entries     the entries of a spec, with None for dimensions behind the last entry;
-                    `with_entries` makes a spec of entries
-    axes_of         the mesh axes in one entry of a spec, as a tuple; empty for None
-    table, text     what rich draws: rows of cells, and a cell with a style
-"""
+"""The tables of parameters and of activations: how every array of a model or program is sharded."""
 
 from __future__ import annotations
 

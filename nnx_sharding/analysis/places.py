@@ -18,22 +18,6 @@ one:
     those that it is computed from and those that are computed from it.
  4. If no instruction near has a place, the instruction has the place of the innermost call around
     its computation.
-
-From other modules:
-
-    Module           the HLO program. By the name of a computation, ``around`` are the calls around
-                     it, ``within`` its instructions by name, ``users`` the users of each
-                     instruction, ``runs`` how often it runs and whether it is a part of one
-                     operation (``is_fused``). By the name of an instruction, ``homes`` has the name
-                     of the computation that it is in. ``maker(value)`` is the instruction that
-                     makes a value, ``operands(value)`` its operands. ``argument(value)`` is the
-                     number of the argument that a value is; None if the value is no argument
-    Value            an array: a computation, and the name of the instruction in it
-    computing_value  the value at the end of a chain of moves (copies, slices, transposes), which is
-                     computed or an argument
-    module_of        the path of the innermost module in the name of an operation; None without one
-    common           the path of the innermost module around all of several; empty without one
-    operations       the names that XLA has joined to the name of one instruction
 """
 
 from __future__ import annotations

@@ -21,30 +21,8 @@ is `gradient`, and the all-reduce after a kernel sharded over rows by `tensor_pa
 
 Names of operations alone do not tell the purposes apart, because the compiler moves collectives
 across operations and out of loops, and merges several into one. Shapes are an approximation: they
-mislead where activations have the shape of a parameter of their own module. From other modules:
-
-    Module        the HLO program, of *computations* (lists of instructions). ``maker(value)`` is
-                  the instruction that makes a value. ``passed(value)`` are the values of which
-                  `value` is an unchanged copy (one step back, through tuples, calls and loops);
-                  the list is empty if the instruction computes it. ``operands(value)`` are the
-                  operands of its instruction. ``argument(value)`` is the number of the argument
-                  that it is; None if it is none. By the name of a computation, ``around`` are the
-                  calls around it, ``callers`` the instructions that call it, ``within`` its
-                  instructions by name, ``roots`` the one whose result it returns. ``trip_counts``
-                  has the runs of a loop by its name, if known; ``parameters`` the inputs by number
-    Instruction   ``operation`` is the name that JAX gave it; None if the compiler made it.
-                  ``collective`` is its kind if it is a collective, else None. ``results`` are the
-                  arrays that it makes, ``operand_names`` the names of instructions, ``callees``
-                  the names of the computations that it calls
-    Value         an array that an instruction makes, perhaps as an item of a tuple
-    Located       a pair: a computation, and an instruction (a collective) in it. The computation is
-                  the *home* of the instruction
-    ParameterRow  an argument: its path, its shape, and the shape of its shard. ``variable`` is the
-                  type of its Variable; None outside of Variables. ``role`` is what that is for
-    module_of     the path of the user's module in the name of an operation; None without a module
-    common        the path of the innermost module around all of several modules; empty without one
-    operations    the names that XLA has joined to the name of one instruction
-    reached       a search: yields a value, and all values that a function leads to from there
+mislead where activations have the shape of a parameter of their own module. The *home* of a
+collective is the computation that it is in.
 """
 
 from __future__ import annotations

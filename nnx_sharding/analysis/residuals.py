@@ -7,14 +7,6 @@ compute it. The names of the calls around the operation make up the path of the 
 The bytes of a device are known if the type of the array has its sharding, which is so only on
 meshes of Explicit axes. On Auto axes the compiler chooses the sharding later, so the table has the
 bytes of whole arrays, and says so.
-
-From other modules:
-
-    path_of      the path of the user's module in the names of nested equations, outermost first;
-                 empty without a module
-    jaxprs_of    the jaxprs inside an equation, such as the body of a loop
-    array_bytes  the bytes of an array of a shape and dtype
-    all_known    a list of values; None if one of them is None
 """
 
 from __future__ import annotations

@@ -5,19 +5,6 @@ follows from the links that collectives send over (`traffic.py`). As scheduled, 
 in progress while the device computes hides behind that (`_exposed_seconds`). Each is taken alone:
 several that share links, or the compute behind which they hide, may take longer. Yet the estimate
 is no less than the time of all traffic, nor than that of all compute.
-
-From other modules:
-
-    Collective   one collective. As scheduled, the device does ``flops_beside`` from its start to
-                 its end; so with bytes of memory. ``times`` is the number of its runs in one call
-    Transfer     what one collective sends over one kind of link: bytes, and the seconds for all
-                 runs, which are None if they are unknown
-    Traffic      the sum of transfers over the same links and mesh axes
-    Hardware     rates per second: ``flops`` and ``memory_bandwidth``, and those of links;
-                 ``spread`` is the error of estimates from measured rates, None for peak rates
-    all_known    a list of values; None if one of them is None
-    Operation    flops and bytes of operations that run one after the other (``Cost.operations``)
-    traffic_of   the sums of transfers; `interconnect_seconds` is the time for all of them
 """
 
 from __future__ import annotations

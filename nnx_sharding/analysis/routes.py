@@ -8,12 +8,6 @@
 
 A *slice* is a torus of TPUs, or a node of GPUs; a chip of some TPUs is two devices. This is no
 simulation: messages do not collide.
-
-From other modules:
-
-    Hardware          ``torus_dimensions`` is 0 for GPUs, ``domain`` the number of GPUs of a node
-    MeshDescription   the axes of a mesh, and where its devices are (``coordinates``: by dimension,
-                      such as ``slice`` or ``x``, one number for each device)
 """
 
 from __future__ import annotations

@@ -6,13 +6,6 @@ hosts exchange over the network. `with_exchanges` puts an ordinary collective in
 attribute `between_slices` says which devices of which slices take part (`groups_between`). Other
 collectives number the devices of the slice, in all slices alike (`groups_within`).
 
-From other modules:
-
-    Groups         tuples with the numbers of the devices in each group
-    Instruction    one instruction, as written; ``rest`` are its operands and attributes
-    number_lists   reads ``{0,1},{2,3}`` as ((0, 1), (2, 3))
-    reached        a node, and all that can be reached from it by a function, depth-first
-
 Exchanges name a device in one of two ways (`Position`): by its id, or by a pair of the number of
 its slice, counted from 1 as the compiler does, and its own number in the slice.
 """

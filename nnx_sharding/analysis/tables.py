@@ -3,9 +3,6 @@
 A report is `Pictured`: it yields *pictures* (texts, tables, and others like it), which rich draws
 on consoles and in notebooks. ``str`` and ``print`` do not wait for rich, which takes long for large
 tables: `drawn` lays them out itself, with the same result.
-
-From other modules: `printable` returns a text, or that of any object, with control characters
-escaped. So the text has no line breaks, and cannot change the terminal.
 """
 
 from __future__ import annotations

@@ -7,13 +7,6 @@ without a line inside of it has that of the call:
 
     jit[name=_where]     model.py:10     from the traceback of the call
       select_n           model.py:10     as there is no user's frame within the trace of _where
-
-From other modules:
-
-    jaxprs_of     the jaxprs inside an equation, such as the body of a loop
-    module_of     the path of the innermost user's module in the name of an operation, or None
-    users_frame   the first of several frames that is not in a library
-    full_spec     a spec with an entry for each dimension
 """
 
 from __future__ import annotations

@@ -10,17 +10,6 @@ ignore that messages collide, and that messages of a permutation may have to pas
 
 A *slice* is a torus of TPUs, or a node of GPUs; a chip of some TPUs is two devices. The *route* of
 a group of devices is how they are connected (`routes.py`).
-
-From other modules:
-
-    Collective   one collective: kind, mesh axes, bytes that a device sends in one run, and
-                 ``times``, the number of runs in one call
-    Hardware     rates per second: ``link_bandwidth`` of one link, ``interconnect_bandwidth`` of all
-                 links within a slice, ``network_bandwidth`` between slices; ``latency`` in seconds
-    Route        the number of ``devices``, ``chips`` and ``slices`` of a group; for TPUs the number
-                 of chips and links in each dimension of the ``torus``
-    route_of     the route of the devices along mesh axes; `UNKNOWN` if their places are unknown
-    all_known    a list of values; None if one of them is None
 """
 
 from __future__ import annotations

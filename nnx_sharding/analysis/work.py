@@ -7,29 +7,6 @@ own estimates count a loop once. A conditional counts as the branch with the mos
 counts with its author's estimate. The work of other custom calls, and of loops of unknown length,
 is unknown: `Work.unknown_flops` and `Work.unknown_runs` count such operations, and `Work.cost`
 returns None for the figures that they add to.
-
-From other modules:
-
-    Module          the HLO program. ``maker(value)`` is the instruction that makes a value,
-                    ``passed(value)`` the values of which it is an unchanged copy, ``around(name)``
-                    the calls around a computation, ``runs`` how often each computation runs,
-                    ``callees_first`` the names of computations, each after its callees (None for
-                    damaged text with cycles), ``fused(instruction)`` what a fusion runs
-    Instruction     one instruction: ``opcode``, ``results`` (the shapes of the arrays that it
-                    makes), ``callees`` (the names of the computations that it runs), ``target``
-                    (what a custom call calls), ``attributes`` (texts by name)
-    Operands        for each operand the shapes of its arrays, mostly one; from `operands_of`
-    applications    pairs: a computation that an instruction applies to elements, and how often
-    product_flops   the flops of a product; None if the instruction is none
-    other_flops     the flops of other instructions; None if they are unknown
-    Runs            how often a computation runs: ``times`` (None if unknown), ``least`` (loops of
-                    unknown length count once), ``is_fused`` (part of one operation), ``is_applied``
-                    (to elements)
-    base            an opcode without ``-start`` and ``-done``
-    FREE, MARKERS   opcodes, and targets of custom calls, without work of their own
-    COPIES, HALVES  opcodes, and targets of custom calls, that only move bytes
-    total_bytes     the bytes of several arrays, without padding
-    counted_bytes   the bytes of several arrays; in a program for TPUs, only of those in main memory
 """
 
 from __future__ import annotations

@@ -13,10 +13,6 @@ order, so each device can hash its own shard wherever it is, and only the sums a
 
 The host and the devices compute the same checksum: `_sum_on_host` and `_sum_on_devices` have the
 same `_words`, `_salts` and steps of `_hashes`.
-
-From other modules: `finish_on_cpu` waits for new arrays on several CPU devices, and returns them.
-`fetch` returns an array in the main memory of its devices. `is_keys` says whether an array has PRNG
-keys.
 """
 
 from __future__ import annotations

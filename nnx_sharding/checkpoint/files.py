@@ -2,21 +2,6 @@
 
 A new checkpoint is written next to an old one (``Draft``), and exchanged with it once it is
 complete. So an error, a full disk or the end of the process leaves the old checkpoint.
-
-From other modules: an `Operation` is work of all processes, which ends on all of them alike; its
-class describes ``agree``, where processes meet, and ``wait_for``. ``operation.is_first`` is True in
-one process.
-
-A `NamedArray` has the array (``leaf``), its index in the flat list of arrays (``slot``), its keys
-in a checkpoint (``name``) and a path for messages. `without_reductions` returns a sharding without
-unreduced and reduced axes. `place_arrays` moves arrays to shardings; None leaves one as it is.
-`checksums` returns None for an array of which this process holds no shard. `raise_if_any` raises an
-error only if there are lines. `names.named_arrays` lists the arrays of a flattened tree, and
-`names.digest` returns a text that is the same for arrays of equal names, shapes and dtypes.
-`names.is_reference` says whether a leaf refers to an array, as a ``jax.Ref`` does.
-`stored.as_folder` returns a path in Orbax's form, `stored.opened` opens a checkpoint or raises an
-error, and `stored.check_replaceable` raises an error if a folder has to be kept. `progress` shows a
-bar while its block runs.
 """
 
 from __future__ import annotations

@@ -3,13 +3,6 @@
 An array has a path (``blocks/0/kernel``), for users, and a name, which are the keys that Orbax
 stores. These are the keys of the flattened ``nnx.state``, in which each Variable is a level of its
 own with the key ``value``.
-
-From other modules: `keys_inside` returns the paths of arrays in the value of a Variable. `rebuild`
-puts other arrays into a tree, and checks what it can before it changes anything. A `Flat` is a
-flattened tree: ``leaves`` has its arrays, by *slot*; ``objects`` has its Variables and modules, by
-the index of their entries in the ``structure``. `sharding_of` returns the sharding of an array, or
-None. `out_of_range` returns the range of integers as a text if a dtype cannot hold it, and an empty
-text otherwise. `raise_if_any` raises an error only if there are lines.
 """
 
 from __future__ import annotations

@@ -16,18 +16,6 @@ A `NamedArray` has the array of the model (``leaf``), its index in the flat list
 (``slot``), its keys in a checkpoint (``name``), also without the key of a Variable's value
 (``plain_name``), and a path for messages. An `Entry` is an array in the checkpoint, before it is
 read: ``entry.array`` has its path, shape and dtype.
-
-From other modules: `fit_sharding` returns the part of a spec that fits, and ``problems``, which are
-empty if the spec fits. `assign_shardings` returns the names and the shardings of all arrays of a
-tree, by slot. `place_arrays` moves arrays to their shardings. `without_reductions` returns a
-sharding without unreduced and reduced axes, which Orbax lacks. `out_of_range` returns the range of
-integers as a text if a dtype cannot hold it, and an empty text otherwise. `raise_if_any` raises an
-error only if there are lines. `opened` opens a checkpoint, `load` reads arrays of it, and `digest`
-returns a text that is the same for equal names and checksums. `key_words` returns the shape and
-dtype of the integers of PRNG keys. `names.selected` returns the arrays that a filter selects.
-`names.present_sharding` returns the sharding of an array; None if it has none or is uncommitted.
-`names.may_wrap` says whether integers of one dtype may be out of the range of another.
-`names.filled` puts new arrays into the tree, in place, and returns the tree.
 """
 
 from __future__ import annotations

@@ -10,23 +10,6 @@ share, and ``tensor_release`` publishes the files once they are complete.
 A *region* of an array is a range of each of its dimensions. A *placement* says which part of a
 tensor is which part of an array. So it also tells which elements of a region are in the tensor:
 *boxes*, ranges of each axis of the tensor.
-
-From other modules: an `Operation` is work of all processes, which ends on all of them alike; its
-class describes ``agree``, where processes meet, and ``wait_for``. ``operation.is_first`` is True in
-one process.
-
-A `NamedArray` has the array (``leaf``) and its path. `place_arrays` moves arrays to shardings.
-`without_reductions` returns a sharding without unreduced and reduced axes. `fill_by_rules` returns
-the sources of each goal, with their placements, and raises an error unless they fill it.
-`out_of_range` returns a text, the range of the integers, if a dtype cannot hold it. A `Release` has
-the names of the ``files`` to write into ``draft.folder``. `raise_if_any` raises an error only if
-there are lines. `names.present_sharding` returns the sharding of an array; None if it has none or
-is uncommitted. `names.is_global` says whether this process lacks shards of an array.
-`names.filled` puts new arrays into a model, in place, and returns it. `loaded_rules` reads rules if
-they are the path of a file, and `read_rules` compiles them. `aligned` returns an uninitialised
-array, and `bounds_of` returns the region that a tuple of slices selects.
-`tensor_files.open_tensors` opens files, whose tensors are then known by name but not read.
-`progress` shows a bar while its block runs, and yields a function to call after each step.
 """
 
 from __future__ import annotations

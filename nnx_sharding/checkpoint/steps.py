@@ -5,14 +5,6 @@ state of each process's data iterator. The manager decides which steps are saved
 ``Checkpoints`` adds checks that a loop would otherwise have to make itself: a step comes after all
 others, the model can be saved before the manager begins to, and an error in a restore leaves
 everything as it was.
-
-From other modules: an `Operation` is work of all processes, which fail together
-(``core/agreement.py``). At ``operation.agree()``, each process waits for all others.
-``operation.agree(name=text)`` raises an error if the texts differ among processes, and
-``operation.agree(value)`` returns the value that the first process passes.
-``operation.wait_for(function)`` calls a function that may wait for other processes, and raises the
-error of a process that fails meanwhile. `ModelSave` and `ModelRestore` are the arguments of an item
-with a model. `check_storable` raises an error if a tree cannot be saved.
 """
 
 from __future__ import annotations

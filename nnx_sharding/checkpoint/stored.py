@@ -6,17 +6,6 @@ state, as a tuple of strings. A Variable may be a dict in the state, with its ar
 a *manifest*, under the name of this library, with the facts that Orbax does not keep: checksums,
 the kinds of PRNG keys (Orbax stores their integers, the *words*), and arrays without elements. A
 checkpoint that Orbax alone wrote has no manifest, and can be read as well.
-
-From other modules: `identity` returns the identity of a file or folder, which differs once it is
-replaced. `drafts` returns the drafts of a path that exist, of writers that are busy or were killed.
-`checksums` returns the checksum of each array, or None if this process holds no shard of the array.
-`without_reductions` returns a sharding without unreduced and reduced axes, which Orbax lacks.
-`digest_of` returns a short text that is the same for equal facts. `is_keys` says whether an array
-has PRNG keys. `path_string` joins the keys of a path by slashes. `raise_if_any` raises an error
-only if there are lines.
-
-``operation.agree()`` waits for all processes, and ``operation.wait_for(function)`` calls a function
-that may wait for other processes. Both raise the error of a process that fails.
 """
 
 from __future__ import annotations

@@ -16,12 +16,6 @@ heads, each of d rows, one after the other. The names of axes are those of `_FOR
     h, d      heads, and the features of each                x, y, z   the window of a convolution
     k, g      heads of keys, and the queries of each         one       of size 1 in the tensor
     part, p   the parts of a fused side                      a, b      any other axes
-
-From other modules: a `Tensor` is a rule. `Tensor.sides` returns the axes of each dimension of the
-tensor, and of each dimension of the array: ``"(h d) in -> in h d"`` gives ``[["h", "d"], ["in"]]``
-and ``[["in"], ["h"], ["d"]]``. `Tensor.place` returns the place of a tensor in an array, with the
-shape that the tensor has to have, and raises a ValueError if the array does not fit the rule.
-`names_in` returns the axes of all dimensions in one list.
 """
 
 from __future__ import annotations

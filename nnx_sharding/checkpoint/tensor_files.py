@@ -8,14 +8,6 @@ The ``safetensors`` library is not used, for several reasons. Up to 0.8, it has 
 as NumPy arrays. It takes no paths in buckets, and writes a file from one process. It reads complete
 tensors, or keeps mapped memory resident next to the arrays (a peak of 2.00 × the loaded bytes; this
 module has 1.00 ×).
-
-From other modules: `version_of` returns the identity of a file, which differs once the file is
-replaced; None without a file, and in a bucket. `drafts` returns the drafts of a path that exist,
-of writers that are busy or were killed.
-`unique_json` decodes JSON, and raises an error if an object has a key twice. `raise_if_any` raises
-an error only if there are lines. `as_folder` returns a path of the user, absolute or in a bucket.
-`array_bytes` returns the size of an array, given its shape and dtype. `digest_of` returns a short
-text that is the same for equal facts.
 """
 
 from __future__ import annotations

@@ -17,36 +17,6 @@ Names alone decide which tensors and arrays belong together, and shapes alone de
 Some facts cannot be seen in a file: the order of rotary dimensions within heads, a norm that adds 1
 to its scale, or the half to which an activation is applied. The model has to do the same as the
 file's model, or the rules have to be edited.
-
-From other modules:
-
-    Template   the common form of names that differ in their *numbers* only. Its ``text`` is
-               "h.{}.q.weight". Its ``counters`` say what each number counts ("layer"). Its ``part``
-               is "q", whatever the name calls it
-    Group      the tensors, or arrays, of one template: ``names`` and ``shapes`` by numbers, such as
-               {(0,): "h.0.q.weight", (1,): "h.1.q.weight"}
-    Link       a group of tensors that fill a group of arrays. ``sources`` has the numbers of the
-               tensors that fill an array, by the numbers of the array. ``stacked`` has the counters
-               that only tensors have: they are dimensions of the array. ``parts`` is empty unless
-               one side has fused parts. ``path`` returns the path in a rule, such as
-               "blocks/{0}/up/kernel"
-    Links      the links that names make clear (``links``), and the pairs of groups that may belong
-               together (``ambiguous``)
-    Candidate  one way in which a tensor can fill an array; ``is_usual`` if it is the convention.
-               ``tensor`` is the rule without a path, and ``rule`` the rule for a path
-    Order      the order of the matrices in a file: "out in" or "in out"
-    grouped    returns the groups of names, given the shape of each name
-    candidates, distinct
-               the first returns all ways in which a tensor of one shape can fill an array of
-               another; the second keeps one of several ways that do the same
-    selected_weights
-               returns the arrays that a filter selects, by path, each with its ``leaf`` (the array)
-               and its ``variable``
-    read_rules, fill_by_rules
-               the first compiles rules; the second raises an error unless they fill each array
-               completely, and once
-    raise_if_any
-               raises an error if there are lines, and otherwise does nothing
 """
 
 from __future__ import annotations

@@ -12,9 +12,6 @@ transposing and stacking:
 
 A *region* of an array is a range, (first, last), of each of its dimensions, where last is the index
 after the range. A *piece* is a part of a region that is a box of the tensor.
-
-From other modules: a `Box` is a range of each axis of a tensor: the ``sizes`` of the axes in the
-tensor, then the ``ranges``. `Region` is the type of regions.
 """
 
 from __future__ import annotations

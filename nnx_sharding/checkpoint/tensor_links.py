@@ -14,19 +14,6 @@ so equal numbers belong together. If only the tensors count layers, an array has
 A template has a *part*, which both sides share whatever they call it: ``q``, ``up``, ``embed``,
 ``head``. One side may have *fused* parts that are separate on the other side: ``qkv`` instead of
 ``q``, ``k`` and ``v``. Each of the separate parts has a link of its own with the fused group.
-
-From other modules:
-
-    Template   the common form of names. Its ``text`` is "h.{}.q.weight", its ``counters`` are the
-               words for what each {} counts, and its ``role`` is (whether it is in a layer, its
-               kind, its part), for example (True, "weight", "q"). ``towers`` are words such as
-               "encoder" for a half of the model
-    read_name  returns the template of a name, and its numbers
-    with_settled_parts
-               decides the parts of templates that depend on other names
-    Stacked    a dimension that only one side has, because the other side counts it by names
-    FusedPart  one of the parts that the other side has fused, with the shapes of all parts
-    FUSED      the parts of each fused part: "kv" → ("k", "v")
 """
 
 from __future__ import annotations

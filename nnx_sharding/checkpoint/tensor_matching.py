@@ -9,13 +9,6 @@ tensor is which part of the array. Then the pairs are sorted by goal, and missin
 
 ``rules.targets(name)`` returns the arrays that a tensor belongs to. The list is empty if the rule
 (None) ignores the tensor. The result is None if no rule matches the name.
-
-From other modules: `gaps` returns texts about parts of an array that no placement fills, or that
-several fill. It returns no text if the array is filled once, and one empty text if there are no
-placements. `is_castable` says whether dtypes are equal or, with ``cast``, of one kind. A `Target`
-is an array of a tensor: the rule (``tensor``), the ``path``, and the texts that the ``groups`` of
-the pattern matched. ``placement.inverse(name)`` returns the place of the array in the tensor.
-`raise_if_any` raises an error only if there are lines.
 """
 
 from __future__ import annotations

@@ -11,11 +11,6 @@ and to publish one is to give it a second name in the folder, by a hard link.
 The links also tell which files a killed process has left, because its draft has a link of each file
 that it has added to the folder, and of each old file. To *sweep* is to delete files that are in the
 folder and in the draft, but do not belong to the model that is in the folder now.
-
-From other modules: `identity` returns the identity of a file, which differs once the file is
-replaced, and None without a file. `check_unchanged` raises a FileExistsError if the identity of a
-path is another one. `sync` waits until a file or folder is on the disk. `exchange` moves a file to
-a path; a file that was at the path is then at the old name, or lost.
 """
 
 from __future__ import annotations

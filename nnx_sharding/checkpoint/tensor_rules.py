@@ -8,11 +8,6 @@ returns the tensors for an array. Saving needs patterns that are names with *gro
 parentheses, because ``{0}`` in the path is the text that the first group matched. Dimensions
 consist of *axes*: ``(h d)`` is one dimension of two axes. An `Axis` has its size in the tensor and
 in the array, and the part that both have. A `Placement` has all axes.
-
-From other modules: the arguments of a `Placement` are the name of the tensor, the names of the axes
-in each dimension of the tensor and of the array (`Dimensions`), and the `Axis` of each name. Its
-``overlaps`` says whether another placement fills some of the same elements. `names_in` returns the
-axes of all dimensions in one list. `raise_if_any` raises an error only if there are lines.
 """
 
 from __future__ import annotations

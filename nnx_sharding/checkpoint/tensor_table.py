@@ -1,11 +1,6 @@
 """Rules as text, to read, save, edit and load, and a table of their effects.
 
 The text is a dict of Python, with calls of ``Tensor`` and ``slice``. The text is parsed, never run.
-
-From other modules: `read_name` returns the *template* of a name, which has {} for each number, and
-the numbers. ``rules.targets(name)`` returns the arrays of a tensor by compiled rules: an empty list
-if the rule ignores the tensor, None without a rule. `read_rules` compiles rules, and raises an
-error if they cannot be understood. `table` makes what ``print`` and notebooks show of rows.
 """
 
 from __future__ import annotations

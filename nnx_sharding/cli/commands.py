@@ -3,12 +3,6 @@
 Each ``run_…`` takes the parsed command line, and returns the exit code. `say` prints a text, and
 `write` a result, which it also writes to the files of ``--json`` and ``--html``. A ``UsageError``
 is a mistake of the command line, with an exit code of its own.
-
-From other modules: `load` reads a report or a comparison from a JSON file. `diff` compares two of
-these, and returns the changes above the ``threshold``; ``grown`` selects those that grew by more
-than a fraction. `by_strategy` returns the reports by strategy, with an empty name for a single one.
-`why_unknown` returns the reason why each unknown figure is unknown. `launch` runs a program in
-several processes, and returns the exit code.
 """
 
 from __future__ import annotations

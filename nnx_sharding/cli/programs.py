@@ -11,24 +11,6 @@ they are told apart from those of the command line, the ``UsageError``s.
 
 `say` prints a text or a table, `write` a result, which it also writes to files. With ``--json -``,
 JSON is all that is printed on standard output.
-
-From other modules:
-
-    find             imports the function that the user names, and raises a ``UsageError`` if there
-                     is none
-    planning_mesh    makes a mesh of the given sizes to compile for; within `on_topology`, of the
-                     devices of the topology, which need not be attached
-    Comparison       reports by the names of programs (``reports``), of which some may be a
-                     `Failure`. ``judged`` returns it for another memory limit. ``fits`` says
-                     whether a program fits the limit, and ``fitting`` has the names of those
-    attempt          calls a function, and returns its result, or a `Failure` with its error
-    PlanningResult   the ``comparison`` of candidates, and the ``best`` one, or None
-    SearchInterrupted
-                     Ctrl-C ended a search; its ``result`` has what was compiled until then
-    command_for      lets warnings point at the user's function if no line of the user led to them
-    changes_since, headline, described
-                     the figures of a report that differ from a lock file, a text of both totals,
-                     and a text of these changes
 """
 
 from __future__ import annotations

@@ -14,18 +14,6 @@ the arrays (in a trace: constrains them), and `rebuild` puts them into the calle
 #     _computed_stats  a Variable with the statistics, a dict; None without any
 #     batch_stats_module
 #                      ``config.batch_stats_fn`` if it is a module; otherwise None
-#
-# From other modules:
-#
-#     flatten          lists the arrays of a tree (``leaves``)
-#     is_shardable     says whether a leaf is an array that can be sharded
-#     sharding_of      returns the sharding of such a leaf, or None
-#     trim_to_rank     returns a spec without entries beyond the rank of an array
-#     LogicalRules     the rules of logical names, as pairs (``rules``); ``spec`` returns the spec
-#                      for names
-#     parameter_table  lists the arrays of a tree, a row each
-#     device_bytes     sums the bytes of rows by the id of the device
-#     raise_if_any     raises an error only if there are lines
 
 from __future__ import annotations
 

@@ -5,4 +5,8 @@
 ``plan`` (the pure function, transformed by JAX) → ``call`` (place, execute, write back, with
 ``unflatten`` for arrays to graph). Users hold the callables of ``lifted`` and the objects of
 ``stages``.
+
+The words of the pipeline are defined where the things are: *structure*, *entry*, *index*, *child*
+and *slot* in ``structure.py``; *plan* and *fingerprint* in ``plan.py``; *outcome*, *group* and
+*source* in ``outcome.py``; *recipe*, *walk* and *pin* in ``guard/recipe.py``.
 """

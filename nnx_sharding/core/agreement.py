@@ -21,14 +21,6 @@ programs of several processes. The service, which process 0 runs, is a table of 
 An error is raised again on the other processes, as one of the types in ``_KINDS`` or as a
 ``CheckpointError``. An error from another process is marked as *heard*, so that it is not reported
 once more.
-
-From other modules:
-
-    distributed_client   JAX's client of the service. ``key_value_set`` writes a text under a key,
-                 ``blocking_key_value_get`` waits for a text some milliseconds and raises an error
-                 if none comes, and ``key_value_dir_get`` returns all texts under keys that begin
-                 alike, without waiting
-    is_timeout   whether an error of the service only says that no text came in time
 """
 
 from __future__ import annotations

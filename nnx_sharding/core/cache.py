@@ -3,21 +3,6 @@
 A *plan* (``plan.py``) is what was computed for arguments of one structure, such as the spec of each
 array. A *guard* (``guard/``) finds the plan again in a later call without flattening the arguments.
 The *options* of a transform are all settings on which its plans depend. Caches here are bounded.
-
-From other modules:
-
-    Plan        serves all calls whose arguments have its structure, whatever their arrays.
-                ``programs`` are what JAX makes for it, by what the user's function can read;
-                ``staged`` of a program is what ``jax.jit`` returned, which has JAX's own caches
-    Guards      find plans in later calls, and have to forget plans that are dropped here: one by
-                ``drop``, all by ``clear``
-    Flat        arguments that were flattened: their structure, and their arrays (``leaves``), whose
-                positions are called *slots*
-    SortedCall  the arguments of a call by their roles (static, donated); its ``signature`` has the
-                roles
-    FunctionGroup   stands for several functions of one transform, such as the branches of a cond
-    make_room   removes the oldest items of a table until no more than a limit are left; returns
-                the removed items
 """
 
 from __future__ import annotations

@@ -14,13 +14,6 @@ the programs of the plan; ``top_level`` of each is what a call executes outside 
 Between a compilation with donated arrays and the write-back, signals are deferred
 (``defer_signals``), and the call delivers them at its end. ``defer_signals`` does nothing if
 signals are deferred already.
-
-From other modules:
-
-    unmark_direct   removes the mark of a program which says that its calls run no Python code
-    warn_or_raise   warns, or raises an error if ``strict``
-    CACHE_HIT       the name of JAX's event for a program in the persistent cache. ``TRACING``,
-                    ``LOWERING`` and ``COMPILATION`` are the names of the phases
 """
 
 from __future__ import annotations

@@ -3,27 +3,6 @@
 Checks run only after JAX has refused a call (``failures.py``), so none has to be fast. A check gets
 the plan of the call and the arrays, by slot. Most checks are written as functions that yield a line
 of the message for each wrong argument, and the decorator :func:`as_check` makes the check.
-
-From other modules:
-
-    Plan            names, specs and declared shardings of the arrays, each in a list by slot;
-                    ``donated`` are the slots of donated arrays, and ``out_specs`` all specs that an
-                    output can have
-    passes_shardings   an attribute of a transform: whether JAX gets the declared shardings as an
-                    option of ``jax.jit``. Other transforms, such as ``shard_map``, give arrays
-                    types with these shardings
-    is_committed    whether the user, or a call, has put an array where it is, so that JAX keeps it
-                    there
-    array_line      names an array in a message, with its type
-    DeclaredArray   an array and its declared sharding; ``line()`` names both
-    keep_axes       returns a spec with only some of its axes
-    listed_error    makes an error of lines; returns None if there are no lines
-    fit_specs       raises a ``ValueError`` for specs that do not fit the shapes of arrays
-    arguments_not_arrays   the error for leaves that are not arrays; None if all are
-    join_paths      some names as one text; similar ones are merged if they are many
-    Axis            the spec of an array in ``vmap``; ``index`` is a dimension, or None
-    Sharded         the class of transforms whose specs are shardings: ``jit`` and ``shard_map``
-    committed_elsewhere   the error for arrays with another sharding than declared; None for none
 """
 
 from __future__ import annotations

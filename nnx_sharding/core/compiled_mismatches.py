@@ -1,18 +1,4 @@
-"""Explains why a compiled program refuses arguments that differ from those it was compiled for.
-
-From other modules:
-
-    Plan               has the names of the arrays, by slot, and the slots of arrays that a call
-                       moves (``placed_slots``)
-    passed_shardings   the declared shardings that JAX gets as an option, by slot; JAX checks these
-    as_check           makes a check of a function that yields a line for each wrong argument. The
-                       check returns the error, or None if there are no lines
-    raise_instead      raises the error that a function returns instead of another; returns if the
-                       function returns None
-    is_committed       whether the user, or a call, has put an array where it is, so that JAX keeps
-                       it there
-    describe_both      two short texts for two shardings, which show how the shardings differ
-"""
+"""Explains why a compiled program refuses arguments that differ from those it was compiled for."""
 
 from __future__ import annotations
 

@@ -13,19 +13,7 @@ axes. Arrays may also meet a mesh with the same axes of other types, in ``auto_a
 
 The *type* of an array (``jax.typeof``) has a mesh, and the part of its spec that is over Explicit
 axes. An array is *plain* unless it is a ``jax.Ref`` or a Variable that is a value of JAX (hijax);
-``ArrayImpl`` is JAX's class of arrays that are not traced. From other modules:
-
-    keep_axes      returns a spec with only some of its axes; UNCONSTRAINED stays
-    pad_entries    returns the entries of a spec, filled with None up to a number of dimensions
-    with_entries   returns a spec with other entries
-    with_reduced   returns a spec with other reduced axes
-    axes_of        the axes that one entry of a spec names; ``spec_axes`` are all axes of a spec,
-                   with those over which it is unreduced or reduced
-    axes_of_type   the axes of a mesh that are Explicit, Auto or Manual
-    check_mesh     raises a ``TypeError`` for an option ``mesh`` that is neither a mesh nor None
-    place_arrays   moves arrays that are not traced, each to its sharding
-    finish_on_cpu  waits for new arrays on several CPU devices, where programs may deadlock
-    other_memory   the memory kind of a sharding, such as that of the host; None for main memory
+``ArrayImpl`` is JAX's class of arrays that are not traced.
 """
 
 from __future__ import annotations

@@ -5,28 +5,6 @@ call anew. So a call moves Variables itself, once, and the caller's model keeps 
 Committed arrays are where the user put them. They are only moved if the user asks for that by the
 option ``on_committed``: "error" (nothing is moved), "reshard" (on the same devices), "move" (from
 any devices), or "leave" (each keeps its sharding).
-
-From other modules:
-
-    Plan           ``shardings`` has the declared sharding of each array, by slot, or None;
-                   ``placed_slots`` are the slots of arrays that a call moves itself,
-                   ``placed_shardings`` has the sharding of each of these, and ``pick_placed``
-                   picks these arrays from all
-    place_arrays   moves arrays to shardings, in as few transfers as possible
-    obstacle       says why an array cannot get a sharding on any path; None if it can
-    fit_specs      raises an error for specs that do not fit the shapes of arrays
-    is_equivalent  whether two shardings put the same parts on each device, and give arrays the same
-                   type; ``Sharding.is_equivalent_to`` of JAX compares the parts only
-    Operation      a function and its arguments, which changes an object when it is run
-    update_operations   returns the operations that give objects new arrays, and runs none of them;
-                   a ``NodeChange`` says which attributes of a module get new values
-    DeclaredArray  an array, its name and its declared sharding
-    committed_elsewhere   the error for such arrays; None for an empty list
-    raise_if_any   raises an error with these lines; returns if there are no lines
-    Sharded        the class of transforms whose specs are shardings: ``jit`` and ``shard_map``.
-                   ``passes_shardings`` says whether JAX gets the shardings as an option
-    other_memory   the memory kind of a sharding, such as that of the host; None for main memory.
-                   ``memory_of`` is that of an array
 """
 
 from __future__ import annotations

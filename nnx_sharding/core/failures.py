@@ -3,19 +3,6 @@
 Nothing here runs before JAX has refused a call. If the arguments show the reason (``checks.py``),
 the user gets an error that names the arguments. Otherwise JAX's error is kept, with a note if the
 function captures something, or if arguments are in host memory.
-
-From other modules:
-
-    first_mistake   the error for the first mistake that the arguments show, or None
-    note_captured_object   adds the name of a captured object that the function changed to an error
-    note_captured_arrays   adds a note to an error that names captured arrays which are sharded
-    note_host_arrays   adds a note to an error that names arguments in host memory. All three do
-                    nothing if there is no such object or array
-    is_mesh_error   whether JAX's error is about a mesh
-    lacks_mesh_in_context   whether JAX ran one operation on its own, without a mesh in context
-    is_memory_error   whether JAX's error is about arrays in different kinds of memory
-    call_and_pack   calls the user's function in a trace, so an error that passes through it comes
-                    from this function
 """
 
 from __future__ import annotations

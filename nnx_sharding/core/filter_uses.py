@@ -5,24 +5,7 @@ first filter that matches a Variable decides. The *number* of a filter is its pl
 and the *subject* is the Variable or array that filters are applied to. It is an error if no filter
 matches, and a warning lists filters that are misspelt or come too late.
 
-A :class:`FilterUse` notes the decisions of the rules of one argument. From other modules:
-
-    FilterMatch    a path, with the number and the sharding of the filter that decides about it;
-                   both are None if none does
-    NamedLocation  where a Variable or array is: ``paths`` are all paths to it in its ``part`` of an
-                   ``argument``, and ``part.below`` is the path of the part in a tuple or dict of
-                   modules that the rules are for; empty without one
-    Paths          a filter that lists paths, as a strategy makes it
-    is_opaque      whether nothing is known of a filter, such as a function of the user
-    names_paths    whether a filter looks at paths
-    spelling_hint  a suggestion if a filter names a key that is nearly one of some others, or ""
-    without_first_keys  a filter as text without its first keys, if it then matches, or ""
-    filter_remedy  the end of the error for subjects that no filter matches: what to do
-    filters_text   the first filters of some rules as text; ``subject_text`` is that of a subject
-    to_predicate   a filter as a function of a path and a subject, which says whether it matches
-    StateSharding  ``filters``, ``names`` (the filters as text) and ``shardings`` are in the order
-                   of the rules. ``find_below`` returns the ``FilterMatch`` of the first filter
-                   that matches the path in a module, or else the path in a tuple of modules
+A :class:`FilterUse` notes the decisions of the rules of one argument.
 """
 
 from __future__ import annotations

@@ -23,17 +23,6 @@ process, such as ``open``.
 
 ``jit`` uses fingerprints within a trace only. At top level, a program keeps what its function
 captured when it was traced, like ``jax.jit``.
-
-From other modules:
-
-    Listing   goes through all that is reached: ``tokens`` is the list, ``codes`` and ``weak`` are
-              the objects whose ids are in it, and ``met`` has all objects that were listed; raises
-              `NotListed` for what cannot be listed
-    is_constant   whether one object reaches nothing that can change; False for the user's classes
-              and functions
-    Static    a static value with its rule of comparison: by value, or ``by_identity``
-    children_of   the descriptions of what an object holds, in an entry of a structure
-    node_types    the classes of the containers of a pytree
 """
 
 from __future__ import annotations

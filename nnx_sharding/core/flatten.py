@@ -1,11 +1,5 @@
 """A graph of NNX objects → a :class:`~nnx_sharding.core.structure.Structure` and flat arrays.
 
-From other modules:
-
-    Flattener      does the walk; this file gives it what the caller wants
-    ReadRecorder   is told what is read, so that a guard can read it again
-    Snapshot       objects before a trace, to reuse the entries of unchanged ones
-
 A *static place* is a place for values without arrays, such as the metadata of a Variable, or an
 attribute that is static to Flax. A module with arrays in a static place is *left out*: it counts as
 a static value that is compared by identity, unless the graph holds the same module as data. Flax

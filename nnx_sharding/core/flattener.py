@@ -15,15 +15,6 @@ The words of this file:
 Objects are described depth first, children before siblings, in the order in which Flax walks. In
 Flax's tree mode (``graph=False``), a module that is met again is copied instead of shared.
 
-From other modules:
-
-    describe_node, describe_metadata, describe_hijax, describe_static   describe one kind of object.
-              They link objects by ``link_object`` and add arrays to the leaves, of this walk
-    new_static_child   describes a static value that is met first
-    Snapshot   has the entries of before a call; ``entry_of`` returns None for a changed object
-    aux_of    the node data in a treedef; ``is_leaf_treedef`` says whether there is no container
-    children_of   the children of an entry
-
 A recorder gives positions to the leaves of a pytree, and to its *node data*: what a container has
 besides children and plain keys. Without a recorder, ``ALL_UNRECORDED`` takes the place of these
 positions, an endless iterator of ``UNRECORDED`` for any number of parts.

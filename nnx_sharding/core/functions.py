@@ -2,15 +2,6 @@
 
 A function *captures* the values that it uses besides its arguments: the object that it is bound to,
 the variables of enclosing functions, and globals. Captured arrays become constants of the program.
-
-From other modules:
-
-    accessor      the expression for a path from a value: ``model.kernel``
-    array_line    names an array in a message, with its type
-    describe      the text for a sharding in a message
-    iter_graph    yields pairs of a path and a part, for all parts of a module
-    see           adds a reference to docs/errors.md to an error, and returns the error
-    make_room     removes the oldest items of a table that has more than a limit
 """
 
 from __future__ import annotations

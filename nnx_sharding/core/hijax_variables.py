@@ -4,16 +4,6 @@ A structure describes them as plain Variables, so that no other code has to know
 this, ``flatten`` reads a plain copy of each. A guard cannot read the copy, because it is a new
 object in each call. So a guard reads the treedef and the arrays of the original, and the *recorder*
 is told about these if they hold the same objects as the copy.
-
-From other modules:
-
-    VariableEntry   how a structure describes a Variable: type, metadata, and the *child* in it: an
-                    array (``LEAF``), the index of an object, or a container of these
-    atoms           what is in children apart from containers, in order
-    position        the place of a value in the list of all that a guard reads; ``UNRECORDED`` if
-                    the guard does not read it. A recorder gives positions to the parts of an object
-    aux_of          the data of pytree nodes in a treedef, other than plain keys
-    value_key       a key for a value that is compared by value; None for any other
 """
 
 from __future__ import annotations

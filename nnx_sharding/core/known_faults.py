@@ -10,17 +10,7 @@
                              an inner map without it *vary* (differ between devices). Gradients of
                              such results raise an error
 
-From other modules:
-
-    is_grouped      whether an equation is a convolution with groups
-    Replacements    ``of`` returns the replacement for an equation that is such a convolution, or
-                    calls a jaxpr with one; None for any other equation
-    trace_equations   the equations of the current trace so far. ``replace_equations`` gives them
-                    what a function returns: a primitive and parameters, or None to keep them
-    operand_types   the types of the operands of an equation
-    axes_of_type    the axes of a mesh that are Auto or Manual
-    jaxprs_of       yields the jaxprs that an equation calls, such as the body of a loop
-    varying_axes    the axes over which an array in a map differs between devices
+``tests/test_known_faults.py`` has programs that show them.
 """
 
 from __future__ import annotations

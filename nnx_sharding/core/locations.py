@@ -4,13 +4,6 @@ A *part* is one module, Variable or array of an argument, with the spec that the
 (``arguments.py``). A *location* is where a Variable or array is in a part: its path there, the
 index of the Variable in the table of all objects (``structure.py``), and the *slots* of its arrays
 in the flat list. An array is *bare* if it is in no Variable.
-
-From other modules:
-
-    Location     ``path`` starts at the part; ``object_index`` is None for a bare array
-    Structure    ``walk`` yields the locations below a child, each object once. ``aliases`` has up
-                 to eight paths for each Variable with several, by the index of the Variable
-    accessor     the expression for a path: ``model.blocks[3].kernel``
 """
 
 from __future__ import annotations

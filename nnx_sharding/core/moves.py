@@ -3,17 +3,6 @@
 ``place.py`` decides which steps an array takes. A *move* is one array on its way to its *target*, a
 sharding. The array is *ours* if it may be freed: the caller donates it, or an earlier step has made
 it. Each function here replaces the array of a move by the next one (``Move.advance``).
-
-From other modules:
-
-    joined    copies all of an array of this process into new NumPy memory, which a CPU device
-              adopts
-    is_keys   whether an array has PRNG keys. Keys have no form in NumPy, and ``jax.device_put``
-              refuses keys that several processes hold
-    copied    a copy of an array, in the same memory
-    device_assignment  the devices of a sharding in the order for which JAX compiles
-    in_order_of  a sharding with the same parts on a mesh with the devices in another order; None if
-              JAX cannot express it
 """
 
 from __future__ import annotations

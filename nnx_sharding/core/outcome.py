@@ -7,19 +7,6 @@ of all arrays. Comparing the two tables tells what changed. An unchanged array i
 other arrays are outputs, in one group for each *spec* (a sharding, or an axis of ``vmap``). The
 :class:`Outcome` says where each array belongs. JAX keeps it with the trace, so repeated calls do
 not compute it again.
-
-From other modules:
-
-    slots_before   the slot that each array of an object had before the call, by its slot after it;
-                   arrays in new places are left out
-    node_changes   the attributes of a module that a call changed; None if it changed none
-    check_donated  raises an error if donated buffers that have to be used again cannot be
-    Plan           what was known before the trace. By slot before the call: ``names`` (the
-                   expression for each array), ``object_specs`` (the final spec of each array in an
-                   object), ``donated`` and ``slots_to_reuse`` (sets of slots). ``updates`` says
-                   whether changes of modules are written back, and ``out_specs`` has all specs that
-                   an output can have
-    Flat           a flattened graph: ``structure``, and ``leaves`` (its arrays, by slot)
 """
 
 from __future__ import annotations

@@ -14,17 +14,6 @@ on its way to its *target*, a sharding. The array is *ours* if it may be freed. 
 and the sharding that the array gets next. Each step replaces ``move.array`` by the new array. An
 array is *unreduced* if its value is the sum of the arrays on the devices. An array is *aliased* if
 a new array shares its memory.
-
-From other modules:
-
-    main_memory           a sharding with the same parts, in the main memory of the devices
-    without_reductions    a sharding whose spec has no unreduced axes; itself if it has none
-    device_assignment     the devices of a sharding in the order for which JAX compiles
-    put                   takes steps by one ``jax.device_put``; leaves out the arrays that have
-                          the sharding of their step already, unless they need a copy
-    reshard               takes steps by a program for each order of devices; none for no steps
-    put_from_host         takes moves to their targets: joins each array on the host, and puts it
-    is_placed             whether an array is committed to exactly this sharding
 """
 
 from __future__ import annotations

@@ -4,17 +4,6 @@ A *spec* says how an array is laid out: a ``PartitionSpec``, a sharding, or an a
 *prefix* is a pytree of specs that may end earlier than the value that it is for: one spec is then
 for all leaves below. A ``StateSharding`` has a spec for each of its filters, and may take the place
 of a spec. :class:`Specs` is a prefix whose leaves are converted to our own types.
-
-From other modules:
-
-    prefix_state     the specs and the function in what ``nnx.prefix`` returned in graph mode; None
-                     for anything else
-    is_node          whether a value is a module, or another object of a registered node type
-    is_single_spec   whether a value is the spec of one array, or None
-    suggested_spec   the end of a message: what to write instead of a value; "" if unknown
-    path_key         a key of JAX's key paths as NNX writes it: an index, a dict key, or a name
-    to_predicate     a filter as a function of a path and a Variable, which says whether it matches
-    is_opaque        whether nothing is known of such a function, because it is the user's
 """
 
 from __future__ import annotations

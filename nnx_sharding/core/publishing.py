@@ -12,10 +12,6 @@ have made is never deleted.
 Some file systems have no locks. Drafts have different names, so several writers can be busy there.
 A draft is only published if nobody has published another one since it was begun, and abandoned
 drafts stay.
-
-From other modules:
-
-    signals_deferred   a context in which signals such as Ctrl-C wait until its end
 """
 
 from __future__ import annotations

@@ -17,27 +17,6 @@ call being traced.
 
 An array that the function did not change is no output, because the caller's object keeps it. Where
 each output belongs is known only after tracing, so each trace returns this as a static part.
-
-From other modules:
-
-    Caller         ``fun`` is the user's function, and ``objects`` has the objects of the arguments,
-                   by index. ``nested`` says whether the call is in another trace; ``plan`` is None
-                   then. ``observer`` is the log of retraces, or None
-    RetypedArrays  the arrays of the arguments, by slot: ``leaves`` with their types outside of the
-                   function, and ``inside`` with the types that the function sees
-    Resolved       ``slots`` has the spec of each array or None, by slot; ``variables`` has the name
-                   and spec of each Variable, by index
-    Snapshot       the arguments before the call, so that unchanged ones are not described again
-    slots_before   the slot that each array of an object had before the call, by its slot after it;
-                   arrays in new places are left out
-    not_copied     the indices of static objects that a trace gets itself, and of all that they hold
-    name_as        sets the name of a function of arrays, and the names of its parameters
-    not_arrays     the error for values that are not arrays; None if all are
-    locate         finds where the Variables and arrays of arguments or outputs are; ``slot_names``
-                   has the name of each array
-    fit_specs      returns the specs that fit their arrays; raises an error for the others, unless
-                   the user wants them to be corrected
-    check_filters  warns of filters that decided nothing
 """
 
 from __future__ import annotations

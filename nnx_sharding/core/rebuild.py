@@ -5,20 +5,6 @@ and they run together (:func:`~.unflatten.perform`), so that an error or a signa
 or nothing. The words are those of ``structure.py``: an *index* is the position of an object in the
 table of a structure, a *slot* is the position of an array, and a *child* describes what an object
 has in one place.
-
-From other modules:
-
-    assemble   makes the value that a child describes, with arrays from an iterator, and with
-               existing objects of the graph from a list, by index
-    atoms      what is in children apart from containers: indices of objects, ``LEAF`` for each
-               array, and static values
-    Flat       a flattened tree: ``structure``, ``leaves`` (arrays by slot), ``objects`` by index;
-               ``updatable`` says whether all objects are known to belong to the current trace
-    can_update   whether an object belongs to the current trace, so that it may be changed
-    node_operations       the operations that set and remove attributes of one node; run nothing
-    variable_operations   the operations that give a Variable a value, and metadata unless None
-    assign_content        the operations that give a static object the content of its entry
-    assemble_attributes   the attributes of a module, made as its entry describes, as (name, value)
 """
 
 from __future__ import annotations

@@ -9,19 +9,6 @@ because nobody knows its sharding on Auto axes.
 
 The objects before and after the call are described by two tables (``structure.py``) with the same
 objects first. A *slot* is the position of an array in the list of all arrays.
-
-From other modules:
-
-    retype      gives an array the axis types of a mesh, and a spec over its Explicit axes;
-                `retype_all` does so for several arrays, in less time
-    type_mesh   the mesh in the type of an array; None without one
-    type_spec   the spec over the Explicit axes in the type of an array; None without such axes
-    rebuild     puts other arrays into a flattened tree: changes its modules, makes new containers
-    Flat        a flattened tree: its structure, its arrays (``leaves``) and its objects
-    fit_sharding   whether a spec fits a mesh, and a shape if there is one: ``problems`` is empty
-                   if so, and ``reasons`` are the problems in words
-    spec_and_mesh  the spec and the mesh of a sharding, or of a spec with the mesh of the caller;
-                   None if there is no spec
 """
 
 from __future__ import annotations

@@ -3,14 +3,6 @@
 After a call the graph is flattened again. If the content of an object is still the same, part by
 part and by identity, the object keeps its entry. Only changed objects are described again, and
 these are few.
-
-From other modules:
-
-    Structure   the table; an entry describes one object, by index, and its children
-    Static      a child that is a static value, compared as ``static_equality.py`` says
-    is_plain_pytree   whether a module shows all its attributes in its ``__dict__``
-    STATE             the name of the attribute with Flax's record of how far a module is set up
-    node_flags_of     the flags of this record among some attributes; none without it
 """
 
 from __future__ import annotations

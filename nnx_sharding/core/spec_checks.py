@@ -5,19 +5,6 @@ the dimensions of the array. ``specs/fitting.py`` decides that for one array, an
 for all arrays of a call. One error lists all specs that do not fit, and one warning all specs that
 were corrected. ``tree_shardings.py`` does the same for trees outside of a call. A *slot* is the
 position of an array in the list of all arrays.
-
-From other modules:
-
-    Transform       has the mesh that applies (``context``), and the axes that may be used. `jit`
-                    *passes shardings*: JAX gets them as an option. `shard_map` does not
-    fit_sharding    decides for one array: returns a ``Fit`` with the spec after corrections, and
-                    the problems. Without a shape, it checks the axes on the mesh alone
-    spec_and_mesh   the spec and the mesh of a sharding, or of a spec with the mesh of the caller;
-                    None if there is no spec or no mesh
-    written         of ``in_specs`` and ``out_specs``: all specs that the user wrote, including
-                    those in a ``StateSharding``
-    NamedLocation   where a Variable or an array is, with the user's spec for its part; ``subject``
-                    returns the Variable or the array
 """
 
 from __future__ import annotations

@@ -1,15 +1,6 @@
 """Arguments that are static because they are not arrays, and have the spec None.
 
 ``jax.shard_map`` passes such values to the function as they are; other transforms refuse them.
-
-From other modules:
-
-    Signature     says which arguments of a call are static; all others are *dynamic*
-    align_specs   the spec of each dynamic argument: (by position, by keyword)
-    Static        marks a leaf of a pytree as static
-    is_spec       whether a value is a leaf of a prefix of specs, which is None, a spec, or an
-                  object that has specs for all Variables of a module
-    is_array_like whether JAX accepts a value as an array: also numbers and references
 """
 
 from __future__ import annotations

@@ -10,15 +10,6 @@ refer to.
 A static object is an entry in the table of all objects (``structure.py``), and has an *index*
 there. If it cannot change, it is a *child* of the entry that holds it instead. The *slots* of an
 entry are the positions of its arrays in the list of all arrays.
-
-From other modules:
-
-    Structure.identities   the static values that are compared by identity alone
-    parts_of               the children of an entry or pytree, each with the path to it
-    links_below            the index of each object that can be reached from some children
-    is_cache               whether an attribute is a ``cached_property``
-    is_graph_object        whether a value is a module or a Variable; False for hijax Variables
-    accessor               an expression with a path after it: ``model.config['scale']``
 """
 
 from __future__ import annotations

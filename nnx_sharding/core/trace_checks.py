@@ -5,19 +5,6 @@ elsewhere: a leaked tracer in a static value, a captured object in two graphs, a
 constants. Two tables of objects (``structure.py``) describe the modules before and after the call,
 with the same objects first. An *entry* describes one object, and the object's *index* is its place
 in the table.
-
-From other modules:
-
-    Flat        a flattened graph: a structure, the arrays by slot, the objects by index
-    Static      a static value; ``by_identity`` says that it equals only itself
-    NamedSpec   the name of a Variable, such as ``model.kernel``, and the spec of the Variable
-    can_update  whether a Variable or module belongs to the current trace
-    captured_shards   those of the given arrays that are sharded, each after its expression in the
-                      user's function, or after "an array"
-    trace_constants   the arrays that the current trace has captured
-    type_spec         the spec over Explicit axes in the type of an array; None without such axes
-    identities_in     the static values below some children that are compared by identity alone
-    parts_of          the children of an entry or pytree, by the path that leads to each
 """
 
 from __future__ import annotations

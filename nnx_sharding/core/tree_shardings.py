@@ -5,28 +5,6 @@ of specs that may end above the arrays), and *fits* the spec: checks that the me
 that these divide the shape. One error lists all specs that do not fit, and one warning all specs
 that were corrected. ``spec_checks.py`` does the same for the arrays of a call, with the specs of a
 transform. ``specs/fitting.py`` decides for one array.
-
-From other modules:
-
-    Specs            the user's prefix; ``invalid`` has the leaves that are no specs, for which
-                     `check_specs` raises an error
-    split_argument   gives each module and array of a tree its part of the prefix
-    resolve          finds one spec for each array, also by the filters of a ``StateSharding``;
-                     returns a ``Resolved``, which has by slot: the specs (``slots``), and the
-                     option ``on_indivisible`` of the ``StateSharding`` that decided
-    spec_and_mesh    the spec and the mesh of a sharding, or of a spec with the mesh of the caller;
-                     None if there is no spec or no mesh
-    is_shardable     whether a value is an array that can have a sharding; False for numbers
-    other_memory     the memory kind of a sharding; None for main memory, and for a plain spec
-    fit_sharding     decides for one array: returns a ``Fit`` with the spec after corrections, and
-                     the problems
-    obstacle         why an array cannot be moved to a sharding; None if it can
-    mesh_in_trace    a mesh with the axis types that it has in the current trace
-    replace_spec     a sharding with another spec
-    without_unconstrained   a spec, in which the array's present sharding replaces UNCONSTRAINED
-    locate           finds where the Variables and arrays of a tree are; ``slot_names`` has the
-                     expression for each array
-    check_filters    warns of filters that decided nothing; raises an error if ``strict``
 """
 
 from __future__ import annotations

@@ -3,12 +3,6 @@
 A treedef is itself a tree. Its ``node_data()`` has the class of a container, and the *auxiliary
 data*: what the class returns from its flatten function besides children, such as the keys of a
 dict. ``node_data()`` is None for a leaf. ``children()`` are the treedefs of the children.
-
-From other modules:
-
-    has_aux    whether a node has auxiliary data other than plain keys, as of a dict or State
-    path_key   a key of JAX's key paths as NNX writes it: an index, a dict key, or a name
-    dict_key   a key of a dict as it is in paths: a string becomes an `Item`
 """
 
 from __future__ import annotations

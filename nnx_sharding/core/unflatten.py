@@ -7,19 +7,6 @@ these. *Slots* are positions in the list of all arrays. To *assemble* a child is
 that it describes, with arrays from an iterator.
 
 Existing objects are changed by *operations*, as in ``rebuild.py``.
-
-From other modules:
-
-    Static      a static value
-    content_of  the kind and the parts of an object that is compared by content; None for any other
-    Operation   a tuple of a function and its arguments, for `perform`
-    make_empty  makes a static object without its parts
-    make_fixed  makes an object that cannot change with all its parts
-    assign      returns the operations that give a static object its parts
-    with_aux    a treedef with other node data
-    identity    a number that no other object has as long as this one exists, like its id
-    new_node, new_variable   a module without attributes; a Variable without a value
-    holds_objects   whether there are Variables or modules in the value of a Variable
 """
 
 from __future__ import annotations

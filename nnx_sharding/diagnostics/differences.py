@@ -14,13 +14,6 @@ entry or a container by path.
 Captured values have no structure: `_walk` opens a static value by following its attributes and
 items. `show` writes a value by its ``repr``, `_show_safely` writes it without calling ``repr``. The
 facts about a static value are kept in the ``note`` of its `Static`, which is None before.
-
-From other modules: `holds_values` tells whether a value is an array or an object of JAX or Flax
-that holds arrays; `is_constant` whether code reaches nothing through a value that may change, as
-for the functions and classes of libraries; `fingerprint_of` returns None if a value may change
-without a sign; `captured_values` yields the bound, closed-over and global values that a function
-uses, with their names, and `closure` returns only the closed-over values by name. `shorten` cuts
-the middle out of a long text.
 """
 
 from __future__ import annotations

@@ -15,12 +15,6 @@ array. Calls are compared by *facts*, texts by the expression for each part of t
 A *compilation* has the number of the latest trace before it. For example, a compilation with number
 3 follows trace 3, and another compilation with number 3 follows if a call with other shardings uses
 the trace again.
-
-From other modules: a `Plan` has ``names`` (the expression for each array, by slot), ``signature``
-and ``structure``, and its `Transform` has the user's options. `facts_of_captured` describes what a
-function captures, and `unlisted_captures` says which of these values make each call trace.
-`arguments_of` writes how a function was called. `show` writes a value in one short line.
-`shortened` returns the first ten lines. `message` joins a head, lines and a remedy.
 """
 
 from __future__ import annotations

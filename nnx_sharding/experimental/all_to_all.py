@@ -31,10 +31,6 @@ devices::
 
 The exchange is from Jacobs et al., 2023 (DeepSpeed-Ulysses, arXiv:2309.14509). The exchange and a
 ring together are from Fang and Zhao, 2024 (arXiv:2405.07719).
-
-From other modules: `inputs_of` checks the arguments, and returns the `Inputs`: the layout, and the
-arrays with key heads repeated until the devices divide them. `local_attention` returns the function
-that attends on each device. `Layout.map` runs a function on each device by ``jax.shard_map``.
 """
 
 from __future__ import annotations

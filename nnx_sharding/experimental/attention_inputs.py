@@ -15,11 +15,6 @@ turns the arguments into:
 Methods differ in two points. In an all-to-all, devices *exchange* heads for positions within some
 axes of the sequence, so the number of these devices has to divide the heads. A function of the user
 for each device, such as a kernel, is *opaque*: the compiler cannot split it.
-
-From other modules: `given_mesh` returns the mesh that the user gave, or the mesh in context, or
-None. `Layout.count` returns the number of devices along some axes, and `Layout.typed` gives an
-array the sharding of a spec in its type. `type_spec` returns the spec in the type of an array, or
-None. `suggestion` returns a text such as ``; did you mean 'model'?``, or an empty text.
 """
 
 from __future__ import annotations

@@ -10,12 +10,6 @@ is called, its attribute ``attention_fn`` is replaced by one of these functions:
     "all_gather"  keys and values, n - 1 times     memory for all keys and values of a layer
 
 The modules of the functions have pictures, and count the bytes. ``planning.plan`` tries all three.
-
-From other modules: `base_specs` returns the spec that ``base`` has for each parameter, by path.
-`activations_of` returns how ``base`` shards activations, and `remarks_on` the texts for reports
-about specs. An `InOutSharding` has the specs of the first argument and of the output of a module,
-and the ``schedule`` that runs the module. `modules_of` lists the modules of a model.
-`with_optimizer` makes the result of a strategy: the specs of the model and of its optimizer.
 """
 
 from __future__ import annotations

@@ -23,12 +23,6 @@ of one device along the axis of experts. Local functions run on each device in a
 (`_Dispatch.on_each_device`). In them, ``exchange(x, split, concat)`` is the all-to-all: the i-th
 part of one dimension goes to device i, and the arriving parts are concatenated along another.
 A *routing* (`_Routing`) has the sorted choices of a device, by which results find their tokens.
-
-From other modules: `given_mesh` returns the mesh that the user gave, or the mesh in context, or
-None. `mesh_in_trace` returns a mesh with the axis types of the current trace. `type_spec` returns
-the spec in the type of an array, which is None if no axis is Explicit, and `retype` gives an array
-another spec in its type. `current_batch_axes` returns the axes that shard the data of the model in
-the current trace, and `axes_of` the axes of one entry of a spec.
 """
 
 from __future__ import annotations

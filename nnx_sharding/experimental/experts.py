@@ -2,12 +2,6 @@
 
 ``expert_parallel`` shards the weights. ``dispatch.py`` sends tokens to the devices of their
 experts, and has the picture of how they go there and come back.
-
-From other modules: `base_specs` returns the spec that ``base`` has for each parameter, by path.
-`shard_dimension` returns a spec with axes added to one dimension, or None if they cannot be added.
-`activations_of` returns how ``base`` shards activations, and `remarks_on` the texts for reports
-about specs. `with_optimizer` makes the result of a strategy: the specs of the model and of its
-optimizer. `to_predicate` turns an NNX filter into a function of a path and a value.
 """
 
 from __future__ import annotations

@@ -4,11 +4,6 @@ Attention runs as one function on each device, by ``jax.shard_map`` over some ax
 *mapped* axes. Over the other axes the compiler splits the function. The *info* of tokens are arrays
 with a number for each token, such as the position (``blocks.py`` has the records). *Axes* are a
 tuple of names, major first; ``()`` shards nothing.
-
-From other modules: `type_spec` and `type_mesh` return the spec and the mesh in the type of an
-array, or None. `retype` gives an array another spec in its type. `mesh_in_trace` returns a mesh
-with the axis types of the current trace. `pad_entries` returns the entries of a spec, one for each
-dimension, and `axes_of` the axes of one entry.
 """
 
 from __future__ import annotations

@@ -16,16 +16,6 @@ A *step* moves some arrays of the target together, with one program or with none
 steps for two structures with their shapes, dtypes and shardings. It has no arrays, so it is used
 again for each pair of such models. Steps are as large as the memory for copies allows (see
 ``_steps``). With *donation*, each array of the source is deleted after the last step that uses it.
-
-From other modules: a `Placement` says which part of an array a source fills. Its ``arranged`` cuts
-the source and puts its axes in the order of the array, and its ``is_identity`` is True if the array
-equals the source. `boxes` returns the region that each source fills, or None if a source fills no
-region. `place_arrays` moves arrays, and returns an array itself if its sharding is None.
-`main_memory` returns the sharding on the same devices in their main memory, which is the same
-object if it is there. `obstacle` says why an array cannot get a sharding, or returns None.
-`rebuild` writes arrays into the modules of a flattened model. `fingerprint_of` returns None if
-something that a function can read cannot be listed. `fill_by_rules` raises an error that lists all
-arrays that do not fit.
 """
 
 from __future__ import annotations

@@ -19,10 +19,6 @@ are multiplied by a factor.
 
 Words from ``blocks.py``: the *rule* has the options, such as causal; the *info* of tokens are their
 positions and segments; the *visibility* has the info of queries, a mask and the key of dropout.
-
-From other modules: `Inputs` has the rule, the layout and the arrays of an attention, and the
-``positions`` that the user gave, or None. `visible_by_info` returns masks for what the rule and the
-info hide, and no mask for what they do not.
 """
 
 from __future__ import annotations

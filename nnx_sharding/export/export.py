@@ -18,16 +18,6 @@ the names and new values of attributes that are new or ``changed``, and those ``
 ``metadata`` and ``statics`` are the indices of Variables with other metadata, and of static objects
 that were changed in place. ``sources`` say for each slot after the call where the array comes from:
 a pair of `INPUT` and the slot before the call, or of a group of outputs and a position in it.
-
-From other modules:
-
-    tree_of       the tree of the pytree that a structure describes; asks a function for the tree of
-                  each array, by its slot
-    tree_from     the tree of a container, from the paths of its parts and their trees
-    leaves_of     each array in a tree: its path, ``"input"`` or ``"output"``, and its position
-    parts_of      the children of an entry, by their paths
-    differences   lines that say how two signatures with structures differ
-    abstract      the ``jax.ShapeDtypeStruct`` of an array, with a sharding if one is given
 """
 
 from __future__ import annotations

@@ -9,18 +9,6 @@ so a mistake in them is reported by path, before JAX would report it by position
 
 A *tree* of the manifest describes the result, or the updates of an argument. It is a pytree in
 which arrays are ``{"input": 3}`` or ``{"output": 0}``, by their kind and position in the program.
-
-From other modules:
-
-    build          the pytree that a tree describes, with arrays in it
-    tree_of        the tree of the pytree that a structure describes
-    leaves_of      each array in a tree: its path, its kind, and its position
-    meshes_of      the meshes of shardings, each once
-    accessor       a name and a path as an expression, such as ``model.up.kernel``
-    suggestion     ``; did you mean 'model'?`` if a name is close to a known one; otherwise empty
-    raise_if_any   raises an error if there are lines; otherwise returns
-    by_kind        an item of a message for each kind of fault that has lines
-    place_arrays   moves each array to its sharding; None leaves the array where it is
 """
 
 from __future__ import annotations

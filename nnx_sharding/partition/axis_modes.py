@@ -16,15 +16,6 @@ their arrays, the *leaves*, their ``objects`` (modules, Variables), and a ``stru
 describes the rest. A *slot* is the index of a leaf. A *location* is the place of a Variable or
 array in an argument or the result, with the part of the user's specs that is for it. The name of a
 location is the expression for it, such as ``model.kernel``.
-
-From other modules: `RetypedArrays` has the arrays before the call and in it. `call_retyped` puts
-the inner arrays into the user's modules, calls the function, and flattens arguments and result. The
-modules keep the inner arrays until `rebuild` puts other arrays into them. `restore` gives static
-objects their old content back. `AxisTypeChange.of` returns None if all axes have the type already.
-`split_argument` and `split_arguments` pair the parts of a pytree with the specs for them, `locate`
-finds the locations in these parts, and `slot_names` returns a name for each slot. `align_specs`
-returns a spec prefix for each argument. `resolve` finds the one spec of each array, and
-`fit_shardings` returns the shardings on a mesh, or raises an error unless all specs fit.
 """
 
 from __future__ import annotations

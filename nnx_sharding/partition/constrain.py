@@ -2,11 +2,6 @@
 
 Both flatten the tree into its arrays, find a sharding for each array, shard the arrays, and put
 them back into the same modules.
-
-From other modules: `assign_shardings` returns the names of the arrays, and a sharding for each,
-None for an array that stays as it is. `apply_shardings` returns the sharded arrays. `rebuild` puts
-arrays into the modules of a flattened tree, and returns the tree. `check_specs` raises a TypeError
-for anything that is not a spec.
 """
 
 from __future__ import annotations

@@ -13,9 +13,6 @@ often has the number:
 Parameters are listed as ``NamedVariable``: ``path``, ``shapes`` of its arrays, and
 ``layer_dimensions``, the dimensions that are not stacked layers. ``Listing.modules`` yields the
 path and the index of each module of a flattened model (``flat``), whose ``objects`` are by index.
-
-From other modules: `axes_of` returns the mesh axes of an entry of a spec as a tuple, () for None.
-`pad_entries` returns the entries of a spec as a list, cut or filled with None to a rank.
 """
 
 from __future__ import annotations

@@ -4,12 +4,6 @@ The constructor becomes a function of its traced arguments alone. ``jit`` compil
 with the shardings of the model as ``out_shardings``, so no parameter is ever in full on one device.
 Arrays and NNX objects, such as ``nnx.Rngs``, are traced. All other arguments, such as sizes, are
 *statics*.
-
-From other modules: `given_mesh` returns the mesh in context if it gets None, and None without any.
-`in_context` sets a mesh as the one in context; None changes nothing. `check_specs` raises a
-TypeError for anything that is not a spec. `lift` makes the function of a transform such as `Jit`;
-``eval_shape`` of this function only traces it, and returns an abstract model. `replace_slots`
-returns a list of leaves with others at some indices.
 """
 
 from __future__ import annotations

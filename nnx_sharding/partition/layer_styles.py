@@ -33,9 +33,6 @@ puts columns or rows first, by the name of a layer, or else by its sizes.
 
 Parameters are listed as ``NamedVariable``, whose ``layer_shape`` is the shape for one layer, or ()
 if it is not known.
-
-From other modules: `has_sizes` says whether a layer has the sizes that the constructor of its class
-of Flax keeps. `_compat.identity` returns the id by which a Variable is known.
 """
 
 from __future__ import annotations

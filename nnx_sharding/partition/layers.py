@@ -22,9 +22,6 @@ dimensions of the `Stack` come first.
 Helpers in this file: `_shapes` returns the shapes for one layer of a layer of Flax, by attribute,
 and an empty mapping for any other object. `_candidates` compares such a shape with a parameter's.
 `_names` returns the names of the dimensions in the metadata, or () without them.
-
-From other modules: `count_layer_dimensions` maps a slot to the number of dimensions of layers that
-a ``Stack`` has put in front of the array; slots outside of any ``Stack`` are missing.
 """
 
 from __future__ import annotations

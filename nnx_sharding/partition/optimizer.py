@@ -14,13 +14,6 @@ arrays (``shape``, None if they differ), and ``layers``, the dimensions that are
 Helpers in this file: `_with_owners` pairs each state with its owner. `_follow_entries` takes a
 value for each dimension of the owner, and returns one for each dimension of the state, or () if
 shapes do not tell them.
-
-From other modules: `variables` lists a model or an optimizer as ``NamedVariable``. `from_paths`
-makes a ``StateSharding`` of a sharding for each path; its ``find`` returns the index of the filter
-that decides, None without one, and the sharding. `pad_entries` returns the entries of a spec as a
-list, cut or filled with None to a rank. `replace_spec` returns another spec, on the mesh of the old
-sharding if that is a ``NamedSharding``. `path_key` and `plain_key` turn a key of JAX into a key of
-a path. `raise_if_any` raises an error only if there are lines.
 """
 
 from __future__ import annotations

@@ -45,15 +45,6 @@ fixed values with shard sums to names for reports.
 Helpers in this file: `_pick` selects some positions of a dict of arrays, and `_rename` gives
 outputs the positions of inputs. `_take` reads one slot of a ring, and `_put` returns rings with a
 new value in one slot. `_where_stage` chooses between two arrays stage by stage.
-
-From other modules: `find_call` traces the loss, and raises an error unless it calls one pipeline.
-`traced_slots` returns the slots of the arrays that a trace gets as inputs. `Timetable` has methods
-from a tick to *items*, the numbers of microbatches, and from items to slots of a ring;
-`Timetable.is_busy` says whether items are microbatches: a stage with another item is idle.
-`constrain` (of the layers on their stages) shards the first dimension over the stages, and
-`constrain_rows` the rows as well. `take_on_stages` takes one slot of a ring on each stage.
-`ShardSums.evaluate` runs a function that returns gradients, and returns the *wanted* ones as shard
-sums, which `add_up` adds up. `dtype_of_sums` returns the dtype in which gradients are added up.
 """
 
 from __future__ import annotations

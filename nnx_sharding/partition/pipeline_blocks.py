@@ -19,11 +19,6 @@ it, and the path in this argument.
 
 A block is flattened (``Flat``) into its arrays, the ``leaves``, its ``objects`` (modules and
 Variables), and a ``structure`` that describes the rest.
-
-From other modules: `_compat.is_made_alike` says whether equal operations made two arrays of a trace
-from the same arrays. `_compat.get_value` and `_compat.set_value` read and write the value of a
-Variable as it is, without hooks or checks. `Tag.accessor` is an expression for the module with a
-tag, such as ``model.blocks[3]``. `accessor` makes such an expression from a name and a path.
 """
 
 from __future__ import annotations

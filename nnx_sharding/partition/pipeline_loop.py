@@ -42,14 +42,6 @@ rows are whole. ``call_layers`` calls D layers.
 The schedule is the one of GPipe (Huang et al., 2019, arXiv:1811.06965), with the repeats of
 Megatron-LM (Narayanan et al., 2021, arXiv:2104.04473). Its form as one program is the one of GSPMD
 (Xu et al., 2021, arXiv:2105.04663, section 3.3).
-
-From other modules: `take` returns the part of an array at an index, without the indexed dimension.
-`flatten_layer` returns the ``Flat`` of layers. `with_arrays` makes new layers with other arrays in
-some slots. `replace_slots` returns a list of leaves with others in some slots. `captures` returns
-the indices of the objects in which ``nnx.capture`` collects sown values. `pass_tags` gives the tags
-of modules to the modules of a copy. `name_axis` adds or removes the name of the dimension of layers
-in metadata. `layer_axes` returns the axes of ``vmap`` over layers: 0, but None for Variables that
-all layers share. `Carry` marks the carry of a ``scan``.
 """
 
 from __future__ import annotations

@@ -16,16 +16,9 @@ pipeline, is computed for both. State is *early* if it does not depend on the pi
 that the next microbatch can have it at once (random streams), and *late* otherwise (statistics of a
 head).
 
-From other modules: a *slot* is the number of an array among all arrays of the arguments (``Flat``:
-their structure, and ``leaves`` by slot). An ``Outcome`` says what a call has done to its arguments:
-the structure afterwards, and the *source* of the array in each slot: an input, or an output of the
-program (``INPUT`` marks an input). `Outcome.arrays` returns the array of each slot after the call,
-from the arrays before it and the outputs. `slots_before` maps the slots of a Variable after the
-call to its slots before it. A *position* counts the inputs or the outputs of the trace, which are
-arrays only. For S stages of D layers each, arrays of layers are (S, D, …), and (D, …) in one stage.
-The methods of `StagedLayers` return such arrays, and write them to the layers. `raise_if_any`
-raises an error only if there are lines. `_compat.used_part` returns the part of a jaxpr that some
-outputs and all callbacks need, and the positions of the inputs that the part reads.
+A *slot* is the number of an array among all arrays of the arguments. A *position* counts the inputs
+or the outputs of the trace, which are arrays only. For S stages of D layers each, arrays of layers
+are (S, D, …), and (D, …) in one stage.
 """
 
 from __future__ import annotations

@@ -5,19 +5,6 @@ list. Tracing knows these modules by their *tag* (the argument and the path), an
 for each of their calls. The schedule checks the call, and runs the loop of ``pipeline_loop.py``
 instead of it. Calls of blocks are collected first (``pipeline_blocks.py``), and run as a ``Stack``
 that is made for the call. *Further arguments* are all arguments of the layers but the rows ``x``.
-
-From other modules: `BlockCalls.add` returns the pending output of a block, or None for the last
-block of the list. `calls_before` returns the calls of the blocks before, and raises an error if x
-is not the output of the block before. `mesh_in_trace` returns a mesh with the axis types that it
-has in the current trace. `write_back` writes the arrays that changed in a copy of layers to the
-original. `further_leaves` lists the leaves in further arguments (`FurtherLeaf`), each with the name
-of the layer's ``parameter``, an expression for the leaf (``accessor``), and its ``value``.
-`captures` returns the indices of the Variables in which ``nnx.capture`` collects sown values.
-`modules_in` yields the path and the module for a module and all modules in it. `axes_of_type`
-returns the axes of a mesh that have a type. `warn_or_raise` warns, because ``strict`` is False
-here. `raise_if_any` raises an error only if there are lines. `RUNNING` says whether a call is
-within a pipeline. `PIPELINE_CALL` has the object that takes the place of a pipeline's call while
-``accumulate_gradients`` traces a loss, and None otherwise.
 """
 
 from __future__ import annotations

@@ -16,14 +16,6 @@ All S stages run at once, by ``vmap`` over the stages. An array that differs bet
     written        new arrays of layers, by the position of the old ones
 
 Residuals have no positions. Their *number* is the index in the list that ``vjp`` returns.
-
-From other modules: `ShardSums.evaluate` runs a function that returns gradients, with the *wanted*
-gradients as one sum for each shard of the rows. A `Part` is some outputs of a trace as a function
-of the inputs that they depend on, and ``used`` has the positions of these inputs. A part takes and
-returns dicts by the index of an input or output of its trace, and ignores other inputs. `LossParts`
-says which positions are fixed, varying, or have a gradient; its ``loss`` has the positions of
-``layers``, ``x`` and ``others``, the three groups of the layers' inputs. `call_layers` runs the
-layers of one stage, and returns their outputs, and by slot the arrays that they have written.
 """
 
 from __future__ import annotations

@@ -11,17 +11,6 @@ layer.
 
 Parameters are listed as ``NamedVariable``: ``path``, ``name`` (the path as a text), ``variable``
 (or a bare array), and ``shape`` (None if the shapes of its arrays differ).
-
-From other modules: `mesh_and_axis` returns the mesh and the axis, or raises an error. `base_specs`
-returns the specs that the strategy adds to, by path. `activations_of` returns how ``base`` shards
-activations, and ``extended`` a copy of that with more filters. `remarks_on` makes texts for
-reports, and `with_optimizer` makes the ``StateSharding`` that the strategy returns. `modules_in`
-yields the path and the module for a model and all modules in it, outer ones first. `parameters_of`
-returns the names of the parameters of a layer's ``__call__``. `shard_largest` returns the spec
-unchanged if the axis divides no dimension. `pad_entries` returns the entries of a spec as a list,
-cut or filled with None to a rank. `layer_differences` returns a line of text for each difference,
-none if layers are equal. `raise_if_any` raises an error only if there are lines. `warn_or_raise`
-warns, because ``strict`` is False here.
 """
 
 from __future__ import annotations

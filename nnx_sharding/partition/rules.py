@@ -6,16 +6,6 @@ the dimensions with a logical name. The metadata of a Variable have its names (`
 They are its *annotation*, which may also be a ``PartitionSpec`` or a sharding. A *spec* is a
 ``PartitionSpec``. A spec has an *entry* for each dimension: a mesh axis, a tuple of mesh axes, or
 None.
-
-From other modules: `axes_of` returns the axes (or names) of an entry as a tuple, () for None and
-UNCONSTRAINED. `pad_entries` returns the entries of a spec as a list, cut or filled with None to a
-rank. `with_entries` returns a spec with other entries. `suggestion` returns a text such as
-"; did you mean 'model'?", or an empty one. `suggested_spec` returns a text that says what to write
-instead of a value, or an empty one. `to_predicate` returns the function ``(path, variable) → bool``
-of a filter. `glob_hint` returns an empty text for a pattern that is no glob. `variables` lists the
-Variables of a model; their ``annotation`` is None without one. `from_paths` makes a
-``StateSharding`` of a sharding for each path. `raise_if_any` raises an error only if there are
-lines.
 """
 
 from __future__ import annotations

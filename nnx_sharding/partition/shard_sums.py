@@ -26,14 +26,6 @@ Shard sums are on the devices of their rows. On Explicit axes their type says so
 (`ShardSums.with_type`); on Auto axes they are constrained (`ShardSums.constrain`). One backward
 pass may have both, because modules of a strategy run with Auto axes. An operation is an *equation*
 of a jaxpr, with inputs (``invars``) and outputs (``outvars``).
-
-From other modules: `type_mesh` and `type_spec` return the mesh and the spec in the type of an
-array, or None. `retype` gives an array another type. `in_context` sets a mesh as the one in
-context; None changes nothing. `axes_of_type` returns the axes of a mesh that have a type.
-`keep_axes` removes all other axes from a spec. `rows_of_outputs` returns for each output the
-dimension with the rows, or None. `summed_dims` returns for each input the dimension that an
-operation sums over, and None if it does not sum over rows. `shape_of` returns the shape of an input
-or output of an operation. `_compat.run_equation` runs an operation, and returns its outputs.
 """
 
 from __future__ import annotations

@@ -13,19 +13,6 @@ an array in the flattened layers (``Flat``: their ``structure``, the ``objects``
 arrays as ``leaves``). Values that ``sow`` collects have slots as well, but in no fixed number.
 Layers may change Variables of a copy, and the caller then writes the changes back
 (:func:`write_back`). The schedules are in ``pipeline_loop.py`` (GPipe) and ``pipeline_1f1b.py``.
-
-From other modules: `flatten_layer` returns the ``Flat`` of layers. `with_arrays` makes new layers
-with other arrays in some slots, and keeps their other Variables. `replace_slots` returns a list of
-leaves with others in some slots. `captures` returns the indices of the objects in which
-``nnx.capture`` collects sown values. `pass_tags(original, copy)` lets activation shardings know the
-modules of a copy as the originals. `layer_axes` returns the axes of ``vmap`` or ``scan`` over
-layers: 0, but None for Variables that all layers share. `loop_of_calls` returns a loop that calls
-layers one after the other. `locations_of` lists where the arrays of layers are: the path in a
-layer, and the slots. `stacked_slots` returns the slots of the arrays that have a dimension for the
-layers. `unflatten` makes new objects, whose ``root`` is the flattened tree. `traced_slots` returns
-the slots of the leaves that JAX traces, which flags are not. `update_operations` lists the
-operations that bring objects to a new state, and `perform` runs them. `spec_axes` returns the mesh
-axes that a spec names, `axes_of` those of one entry, and `keep_axes` a spec without other axes.
 """
 
 from __future__ import annotations

@@ -22,15 +22,6 @@ A parameter is a ``NamedVariable``: ``path``, ``variable`` (or bare array), ``sh
 arrays, ``shape`` (None if they differ), ``layers`` (which dimensions are stacked layers),
 ``layer_dimensions`` (the other dimensions) and ``layer_size`` (the number of elements in one
 layer).
-
-From other modules: `fit_sharding` returns the part of a spec that fits a mesh and a shape, and
-``problems`` (as a text, ``reasons``), which are empty if the spec fits or may be corrected.
-`given_mesh` returns the mesh in context if it gets None, and None without any. `spec_and_mesh`
-returns None for a sharding without a spec. `pad_entries` returns the entries of a spec as a list,
-cut or filled with None to a rank, and `axes_of` the mesh axes of one entry as a tuple, () for None.
-`StateSharding.find` returns the index of the filter that decides about a path, None without one,
-and its sharding. `optimizer_specs` returns the specs of an optimizer, which follow the model's, and
-`union` joins the specs of both. `warn_or_raise` warns, because ``strict`` is False here.
 """
 
 from __future__ import annotations

@@ -18,14 +18,6 @@ ambiguous. ``known`` has the parameters by a key: the id of a Variable, or the p
 A ``Listing`` is the flattened model with its parameters, ``variables``. `Listing.modules` yields
 the path and the index of each module, and `Listing.below` the Variables and bare arrays in a
 module, with their paths in it.
-
-From other modules: `rules_of_layer` returns the rules of a module, none for most modules, and the
-attributes that they are for. `shard_dimension` returns None if the axes cannot be added to the
-dimension. `base_specs` returns the specs that the strategy adds to, by path. `activations_of`
-returns how ``base`` shards activations. `axes_of` returns the mesh axes of an entry of a spec as a
-tuple, () for None. `ambiguous_layers` returns the note for a parameter with ambiguous layers.
-`notes_of_split_heads` returns notes about projections whose spec splits a head. `remarks_on` makes
-texts for reports of notes and roles, and `with_optimizer` makes the ``StateSharding``.
 """
 
 from __future__ import annotations

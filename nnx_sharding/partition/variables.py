@@ -10,15 +10,6 @@ in the entry that holds it.
 
 In a model with Variables, bare arrays that modules hold are *buffers*, such as masks: they are not
 trained. In a model without Variables, bare arrays are the parameters.
-
-From other modules: `structure.walk` yields the locations of Variables and bare arrays, each once by
-its first path. A location has the ``path``, the ``slots`` of the arrays, and the ``object_index``
-of the Variable, which is None for a bare array. `LayerDimensions.find` returns the dimensions of
-stacked layers of an array. `plain_key` turns a key of a path into a plain Python object.
-`holds_objects` says whether the value of a Variable has objects in it, and
-`is_leaf_variable` whether an entry is a Variable with a single array. `parts_of` returns the parts
-of an entry or container by their path in it, and `atoms` yields the indices of objects, the leaves
-and the static values in nested containers.
 """
 
 from __future__ import annotations

@@ -15,12 +15,6 @@ anything.
 ``arrays`` checks each batch and ``count`` counts its rows; ``set_size`` gets the number of rows of
 a full batch, once, before the first batch is placed; and ``place`` assembles a batch that has all
 rows of this process. ``full_arrays`` is a shortcut for all checks.
-
-From other modules: `Specs` is the user's prefix of specs, with all its leaves in ``written``.
-`assign_shardings` turns such a prefix into the sharding of each array, or raises an error.
-`trim_to_rank` removes the entries of a spec for dimensions that an array does not have.
-`raise_if_any` raises an error only if there are lines. `out_of_range` returns the range of integers
-as a text if a dtype cannot hold it, and an empty text otherwise.
 """
 
 from __future__ import annotations

@@ -8,11 +8,6 @@ rows of a full batch (``batch_size``), and the state of the loader after this ba
 has to know if an earlier iteration has yielded batches (``resumed``), because an iteration that
 yields none may be an error. A `Feed` calls its ``__next__`` ahead of the loop: ``take`` returns the
 next result or raises its error, and ``stop`` ends the feed.
-
-From other modules: `Specs` is the user's prefix of specs, with its leaves in ``written``.
-`given_mesh` returns the mesh that a function was given, else the one in context, else None. The
-functions `check_specs`, `check_options`, `check_integer`, `check_process` and `check_has_devices`
-only raise errors.
 """
 
 from __future__ import annotations

@@ -19,12 +19,6 @@ divides:
     stage           layers, for ``pipeline``
     context, ring   positions in sequences, for ``context``: heads are exchanged along ``context``,
                     keys and values go around ``ring``
-
-From other modules: `layers_of` returns the outermost `Stack` objects of a model by path, or without
-them its lists of equal blocks. `axes_of` returns the axes of one entry of a spec as a tuple.
-`variables` lists the Variables of a model or an optimizer with their paths and shapes; the
-``layer_shape`` of a Variable is its shape without the dimensions of stacked layers.
-`axes_across_slices` returns no axes for virtual devices.
 """
 
 from __future__ import annotations

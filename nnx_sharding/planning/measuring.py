@@ -9,10 +9,6 @@ In its turn, a candidate gets arguments of zeros that are made where they belong
 the end, so only the arrays of one candidate are in memory at a time. Zeros are valid tokens and
 keys. If the work of a step depends on values, it is the work for zeros: for example, the number of
 iterations of a ``while_loop``, or the experts that a router chooses.
-
-From other modules: `split` returns the structure of pytrees with modules and a state of their
-arrays, and `merge` makes the pytrees again. `place` returns pytrees with the shardings of a
-candidate. A `Failure` holds the text of an error instead of a result.
 """
 
 from __future__ import annotations

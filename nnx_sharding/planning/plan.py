@@ -19,14 +19,6 @@ and compiling one takes seconds to minutes, so the search is best-first, with a 
 
 Without the last step, the result is the best of the compiled candidates by an estimate.
 `PlanningResult.gap` says how much better another candidate can be, by the bound.
-
-From other modules: `prepare` does step 1, and returns the `Search`. `compile_all` compiles the
-programs that `Search.pick` chooses, and returns a `Comparison` of their reports. `Comparison.fits`
-returns None if the memory of a program is unknown, and ``fitting`` lists the names of the programs
-that fit, in the order of ``reports``. The ``compiled`` of a `Comparison` has the reports without
-the failures. `Search.memory_need` returns None if the memory is unknown. `is_of_compiler` tells
-errors of the compiler from errors of the step. `Runner.of` makes a candidate ready to run,
-`run_in_rounds` runs candidates, and `medians` returns (median seconds, failures) by name.
 """
 
 from __future__ import annotations

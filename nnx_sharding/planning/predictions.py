@@ -25,15 +25,6 @@ Gradients are reduced within slices first, then between slices. What stages send
 slower network if there are different slices along the axis for stages. The number of features that
 go between stages, and for attention, is taken to be the number of elements of the smallest
 parameter of a layer, for example the scale of a norm.
-
-From other modules: `Arguments` holds the arguments of the step (``tokens`` of the batch, ``layers``
-of stacks, ``experts``). `Axes` has the names of mesh axes by their roles; `Axes.in_mesh` returns
-the names that a mesh has. `split_name` returns the strategy for rows and the styles for layers.
-`sharding_rows` returns a `ShardingRow` for each array of a flattened model, which says how the
-array is sharded. If its spec does not fit, ``is_fault`` is True and ``why`` says the reason. A
-`Schedule` says how a pipeline runs: it has the numbers of ``stages``, ``microbatches`` and
-``ticks``. `spec_and_mesh` returns None for None. `elements_in_windows` counts for each output of a
-convolution the elements in its window.
 """
 
 from __future__ import annotations

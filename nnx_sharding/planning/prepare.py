@@ -3,13 +3,6 @@
 A candidate is a strategy on a mesh for a variant of the step. Strategies and meshes that go
 together are paired first, then each pair is predicted for each variant (`Search.add`). Nothing is
 compiled here.
-
-From other modules: `Axes` has the names of mesh axes by their roles. `Arguments` holds the
-arguments of the step; the sizes of its batch and models limit the sizes of axes. `on_topology`
-makes ``planning_mesh`` use the devices of a TPU topology, which this machine may not have.
-`planning_mesh` makes a mesh for compilation from sizes by name, and returns a mesh of devices as it
-is. `applies` tells whether a mesh is of use to a strategy. `checked_strategies` and `check_meshes`
-raise an error for wrong values of the user. `names_by_value` groups candidates by their reason.
 """
 
 from __future__ import annotations

@@ -12,13 +12,6 @@ much a smaller number saves is read from two compiled programs that only differ 
 microbatches (`_Rest`). Without two programs, the line says what the estimate assumes. If the rest
 is unknown, the lines count the arguments alone, and say so. All lines are estimates, so the user
 should plan again with them.
-
-From other modules: a `Variant` is the step with values of options (``chosen``).
-`Search.predicted_with` predicts a changed candidate, or returns None if it is impossible.
-`Search.memory_need` returns the bytes of a compiled candidate, or None. `Needs` has a candidate and
-its bytes: ``arguments``, and ``rest``, which is None if unknown. The ``rows`` of a `Prediction` are
-the rows of the batch on one device. The name of a strategy is a name for the batch and styles for
-layers, such as ``fsdp + tensor`` (`split_name`).
 """
 
 from __future__ import annotations

@@ -12,18 +12,6 @@ differ in such options and in the rows of the batch.
 The time that the products take at the peak rate of all devices is a lower bound of the time of the
 step (``least``). A *resource* limits a step: ``compute``, ``memory`` or ``interconnect``.
 Communication that compute does not hide is *exposed*.
-
-From other modules: a `Comparison` has the reports of the programs that were compiled. ``fitting``
-lists the names of the programs that fit into memory, in the order of the reports. ``figures`` has
-the figures of each program by column, and the column ``roofline`` is the estimated time of a step.
-`Arguments.with_rows` returns the arguments with another batch. `memory_need` returns None if the
-memory of a program is unknown. Candidates with an equal `Prediction.key` shard everything alike.
-`Prediction.seconds` returns the time of each resource by its name. `products_of` returns None if
-the step cannot be traced for one device. `chains` returns the calls of a strategy by the text of
-the choice of options, and `Arguments.shard` applies the calls: it returns the shardings, and the
-``lines`` and the ``text`` of the recipe that makes them. The ``roofline`` of a report has the
-estimated seconds of each resource (``times``), of the step (``estimate``), and of exposed
-communication (``exposed_s``).
 """
 
 from __future__ import annotations

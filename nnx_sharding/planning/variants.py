@@ -5,11 +5,6 @@ expression for its function. The function of a variant contains ``remat`` of eac
 that run as a scan) and keyword arguments of the step (`with_remat`, ``partial``). The shardings
 contain the other options: ``prefetch`` of ``fsdp``, and ``offload`` of the state of the optimizer.
 So a variant changes no model, and runs with any model that the user's program makes.
-
-From other modules: `unwrapped` returns the function in a ``jit``, and the options of this ``jit``
-without shardings and mesh. `abstract_of` replaces arrays by their shapes and dtypes. `modules_in`
-yields the modules of a model by path. `hashable_policy` returns a value of ``remat`` in a hashable
-form.
 """
 
 from __future__ import annotations

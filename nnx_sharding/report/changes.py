@@ -6,9 +6,6 @@ collective that is gone, a figure that is not known any more and a parameter wit
 changes of one form: a `Change` from one value to another, whose ``relative`` growth is None unless
 both are numbers. A *comparison* has a report for each of several *strategies*, by name; a `Failure`
 where one does not compile.
-
-From other modules: `load` returns the report or the comparison that an object, a dictionary or the
-path of a file stands for; `as_data` returns a dataclass as a dict by field, and None for None.
 """
 
 from __future__ import annotations

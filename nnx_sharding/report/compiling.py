@@ -13,12 +13,6 @@ program takes a *slot* when it is lowered, and only ``most`` slots exist (`_Slot
 Errors do not leave the threads: `attempt` returns an error as a `Failure`. A program that cannot be
 lowered becomes such a `Failure`, too, and goes through a worker like the others, so `_Workers.wait`
 yields a result for each program that was given to a worker.
-
-From other modules: a `Failure` has the text of an error instead of a report; a `Comparison` has the
-reports by name, and its `judged` returns a copy for a limit of memory and for hardware; `Lowered`
-is a traced and lowered function, like the one that ``jax.jit(f).lower`` returns; `progress` shows a
-bar, and calls the functions that it is given from a thread of its own; a `MeshDescription` has the
-axes of a mesh and the ids of its devices, but no objects of JAX.
 """
 
 from __future__ import annotations

@@ -2,10 +2,6 @@
 
 A *slice* is the part of an array that a device holds, written ``[0:32, 0:128]``; its *spans* are
 the beginning and the end in each dimension. Devices with the same slice are its *holders*.
-
-From other modules: `fit_sharding` checks a sharding for a shape, and returns an object whose
-``problems`` are what does not fit, with ``reasons`` as text; `axes_of` returns the mesh axes in one
-entry of a spec as a tuple, which is empty for None.
 """
 
 from __future__ import annotations

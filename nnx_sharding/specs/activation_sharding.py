@@ -3,15 +3,6 @@
 While a function is traced, each call of a module asks the first *filter* that matches the module's
 path for an ``InOutSharding``: the specs of the call's input and output. A strategy may also replace
 the call, for example to run layers in the stages of a pipeline (``CallSchedule``).
-
-From other modules:
-
-    Tag               the facts about a module in a trace: the argument or outermost module that it
-                      is in, the path in this, and the declarations for the module
-    filter_pairs      pairs of filter and spec, from a mapping or from pairs
-    module_predicate  the predicate ``(path, module) -> bool`` of a filter; a string is a regular
-                      expression for paths
-    suggested_spec    the end of a message: what to write instead of a value; "" if unknown
 """
 
 from __future__ import annotations

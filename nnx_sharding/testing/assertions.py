@@ -13,10 +13,6 @@ asked for: `` over 'data'``, or nothing for any axes. `_fail` always raises the 
 a line for each cause and a remedy. `_collectives` returns the report of a program, the set of the
 axes that the caller asked for (None for any), and the collectives that may run over one of them.
 `_not_allowed` leaves out what the patterns of ``allowed`` match.
-
-From other modules: `Collectives.of` selects a kind, and raises a ValueError for an unknown kind.
-The ``bytes_sent`` of `Collectives` is None if a loop of unknown length sends. `products_beside`
-returns None for a gather that is in no loop, or that only moves the initial values of inner loops.
 """
 
 from __future__ import annotations

@@ -16,14 +16,6 @@ the array's own last sum, and `Spread` measures how the errors of earlier values
 
 Methods that describe what is wrong return a text or a list of lines, which is empty if nothing is
 wrong. Only `_first_wrong_owner` always returns a text.
-
-From other modules: an `Outcome` is what one call of a step computed: ``arrays`` (the returned
-arrays and those of the arguments, by expression), ``sites`` and ``values``. `RESULT` is the
-beginning of the expressions for returned arrays. `numbers` returns an array as float64 or
-complex128. `Rounding.of_array` returns the rounding error of an array, as an absolute number.
-`largest_difference` returns 0 for equal arrays (equal NaN included) and NaN if
-only one of two elements is NaN; `distance_of_shards` returns None if no layout of the shards has
-the shape of the array.
 """
 
 from __future__ import annotations

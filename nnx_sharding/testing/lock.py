@@ -20,11 +20,6 @@ A text has the unit "", and the text of the rule has the unit "rule". The first 
     {"": "float32[64] P('model')", "rule": "column of tensor_parallel", "bytes": 64, "arrays": 1}
 
 A figure that is unknown is the text ``unknown`` in a lock, and None before.
-
-From other modules: `TITLES` maps the kind of a change to the title of its section. A `Change` has
-the figures before and after; its ``relative`` is None if one of them is a text or None. `Changes`
-prints a heading for each kind and a line for each change. `array_text` writes the dtype, shape and
-spec of an argument. `printable` escapes characters that cannot be printed.
 """
 
 from __future__ import annotations

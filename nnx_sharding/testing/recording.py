@@ -10,12 +10,6 @@ Manual axes has one more site, of its draws: the random key, and the input that 
 A *handler* finds the calls of modules: within `with_handler`, a call of a method goes to the
 handler instead. `jit` has a handler of its own. It constrains activations, and sets ``FRAME`` to
 the call that runs, with the expression for the module in ``tag.accessor``.
-
-From other modules: `arrays_in` lists the arrays of a pytree except those in modules.
-`own_variables` yields the Variables of a module, but not those of its submodules and no random
-state. `arrays_of` returns all arrays by expression, those in modules too. `Rounding.relative`
-returns the rounding error of a dtype relative to a value, and `rounded` changes an array by such an
-error. `type_spec` returns None if no axis of the array's mesh is Explicit.
 """
 
 from __future__ import annotations

@@ -6,9 +6,6 @@ numbers may be apart, from runs on one device in which every record is changed b
 error.
 
 `assert_same` finds no error that one device has as well, and no error below the tolerance.
-
-From other modules: `shared_masks`, `differences`, `masks_of_replicas` and `unequal_runs` return
-lines of text. The list is empty if all is right, and then no error is raised.
 """
 
 from __future__ import annotations

@@ -6,11 +6,6 @@ at least 2, or 4 for numbers above 128. Numbers are divided because the heads th
 width, and the stages the layers. At least two layers stay, so values still pass from one layer to
 the next. Some numbers can only shrink after another one has, so the rounds go on until a round
 changes nothing.
-
-From other modules: `flatten` returns the structure of a pytree with modules, and its arrays by
-*slot*. `unflatten` makes the pytree again with other arrays, and its ``root`` is that pytree.
-`declared_specs` returns the spec of each array in the arguments by its path, and None for an array
-without a declared spec.
 """
 
 from __future__ import annotations

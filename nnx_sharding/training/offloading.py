@@ -5,16 +5,6 @@ in the memory of the host between steps. ``fetched`` moves it to the device in a
 
 A *memory* (`memory_of`, `move`) is a name such as ``"pinned_host"``; in a trace it is JAX's memory
 space. None is the main memory of the device, in which programs compute.
-
-From other modules:
-
-    variables       the Variables and arrays of a model or an optimizer; each has its ``path``, the
-                    ``variable`` itself, and its ``shape``, which is None if its arrays differ in it
-    specs_by_path   the sharding that rules have for each of these paths, or None
-    from_paths      rules with a filter for each of some paths
-    override        rules that come before those of another ``StateSharding``
-    to_predicate    a function of a path and a Variable, for an NNX filter
-    flatten         a graph as lists: ``objects`` are its modules and Variables
 """
 
 from __future__ import annotations

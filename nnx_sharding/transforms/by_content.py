@@ -14,14 +14,6 @@ program, and a jaxpr uses the program of the first jaxpr with the same content:
 Derivative rules are not part of the content, because nothing is differentiated at top level. A
 jaxpr with parameters that are not compared by value, such as the functions of callbacks, has no
 content and is compiled at each call.
-
-From other modules:
-
-    Static            a wrapper of a value that is compared by type and value, or by identity
-    value_key         a hashable key for a value; None for a value that is not compared by value
-    open_object       takes an object apart: returns its kind (class, names of attributes) and parts
-    has_hidden_state  whether objects of a class hold something that Python does not see
-    make_room         removes the oldest items of a table beyond a limit
 """
 
 from __future__ import annotations

@@ -3,15 +3,6 @@
 JAX compares pytrees of arrays. A step of ours may also return another module than it was given,
 change attributes, or write an array of another shape to a Variable. These functions say where, with
 the user's names.
-
-From other modules:
-
-    parts_of      the attributes of an object, or the items of a container, each by its path
-    show_child    a text for such an attribute or item, such as ``an array`` or ``a Linear``
-    type_spec     the spec in the type of an array; None if no axis of its mesh is Explicit
-    accessor      an expression for a path: ``("model", ("up", "kernel"))`` → ``model.up.kernel``
-    raise_if_any  raises an error with these lines; returns if there are none
-    see           returns an error with a note on its section in ``docs/errors.md``
 """
 
 from __future__ import annotations

@@ -3,14 +3,6 @@
 A call is flattened into *leaves* (arrays and flags) and a *plan*, which has the *pure function* of
 the leaves. The pure function returns all arrays that the user's function returns or has changed.
 JAX adds the checks to the pure function.
-
-From other modules:
-
-    Inner           a transformed function that becomes part of a surrounding trace: `_find_plan`
-                    flattens a call, `_program` has its pure function (``inline``), and
-                    `_run_with_result` calls a function of the leaves instead of it, and writes back
-                    what has changed
-    call_on_slots   transforms a function as one of the leaves in some slots; the others are fixed
 """
 
 from __future__ import annotations

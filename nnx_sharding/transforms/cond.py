@@ -11,32 +11,7 @@ union of the branches' outcomes (:func:`~.outcome.union`): an array that one bra
 written back, and is the old array if another branch ran.
 
 All branches have to leave the same structure, because only the program knows which of them runs,
-and the caller's objects can change in one way only. From other modules:
-
-    Plan           what is known before the trace: ``structure`` of the operands (``slots`` of each
-                   object, by its index), and ``names`` of their leaves
-    Outcome        ``outcome.sources`` says for each slot after a branch where its array comes from:
-                   the group and position of an output; or, for an unchanged array, the group
-                   ``INPUT`` and its slot before. ``outcome.arrays(leaves, groups)`` picks these
-                   arrays
-    slots_before   pairs the slots of an object after a call with its slots before the call
-    Caller         the call that is being traced: the pure function calls ``caller.fun``
-    Functions      the branches of a call as one function: ``objects`` are the objects to which they
-                   are bound, each once, and ``bound`` says which of these each branch uses;
-                   ``bind(number)`` makes a function of one branch, whose first argument is
-                   ``objects``
-    call_functions runs a transform of `Functions`, writes back what they changed, and returns the
-                   result
-    scalar_value   the value of a scalar argument, also if a Variable holds it; raises for others
-    is_traced      whether JAX traces a leaf: an array or a number, but no flag
-    static_leaves  the leaves that JAX does not trace, such as flags; ``with_static`` puts them back
-                   among the others. ``may_keep`` says that they are no objects of the user, so that
-                   a function with them may be kept for later calls
-    reshard_like   gives an array the sharding of another one
-    structure_changes  yields the places where two structures differ
-    resharding_remedy  says what to do about arrays that differ only in their shardings
-    type_spec      the spec in the type of an array; None if no axis of its mesh is Explicit
-    spec_axes      all mesh axes in a spec
+and the caller's objects can change in one way only.
 """
 
 from __future__ import annotations

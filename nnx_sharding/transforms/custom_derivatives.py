@@ -9,17 +9,6 @@ modules, too. ``custom_rules.py`` makes functions and rules of arrays from them,
 An argument in ``nondiff_argnums`` is not differentiated. In other arguments, all arrays outside of
 modules are differentiated, and all Variables, or the Variables that a filter chooses
 (``nnx.DiffState``).
-
-From other modules:
-
-    Inner            the base of functions that become part of a surrounding trace: `_find_plan`
-                     returns the plan of a call and its flattened arguments, `_run` runs the call
-    Custom           the transform: which arguments are differentiated, and how
-    lift             makes a wrapper of a class for a function and a transform
-    Modes            the user's options ``graph`` and ``graph_updates``
-    fingerprint_of   the key of what functions can reach (closures, globals): a trace is used again
-                     for an equal key
-    unbind           splits a bound method into its function and the objects that it is bound to
 """
 
 from __future__ import annotations

@@ -21,28 +21,6 @@ JAX runs a rule instead of the function, so the outcomes of both have to be equa
     slots before    0 model.count             1 model.kernel           2 x
     slots after     0 the output y            1 model.count            2 model.kernel
       sources       (group 0, position 0)     (group 0, position 1)    (INPUT, slot 1 before)
-
-From other modules:
-
-    Plan          what is known before the trace: ``structure`` (all but the arrays) of the
-                  arguments, whose ``root`` is (positional, keywords), and their names.
-                  ``graph_arguments`` has the modules and Variables in each argument
-    Outcome       besides ``structure`` and ``sources`` (the example): the indices of the Variables
-                  that the call changed (``values``, ``metadata``), and the changes of modules
-                  (``nodes``). A source in the group ``INPUT`` is an array that it did not change
-    Caller        the call being traced; the pure function calls ``caller.fun``
-    flatten       turns a pytree of objects into a ``Flat``: structure, ``leaves`` by slot, objects
-    unflatten     makes new objects around leaves; ``root`` is their pytree
-    slots_by_path the slots of the arrays in a structure: {(0, 0, "kernel"): (1,)}
-    TangentForm   says which arrays of some objects have tangents (``slots``); ``tangents_in`` takes
-                  the tangents out of objects that the user gave, as a list of arrays
-    replace_slots a copy of a list of leaves with others in some slots
-    locations_in  where Variables and bare arrays are in a structure: path, slots, and the index of
-                  the Variable
-    user_tree     puts values by slot into a pytree like the user's, with a state for each module
-    check_pair    raises a ``TypeError`` unless a function returned a pair
-    is_traced     whether JAX traces a leaf of the arguments: an array or a number, but no flag
-    without_tangent  zeros of dtype ``float0``, the tangent of a value without derivative
 """
 
 from __future__ import annotations

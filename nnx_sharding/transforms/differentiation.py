@@ -6,18 +6,6 @@ are. Only some arguments and some outputs are differentiated. So JAX differentia
 the arrays in some slots that returns the arrays of the output, and everything else as auxiliary
 data (:meth:`Differentiable.differentiate`). The call changes the caller's objects like any other,
 and also returns the derivative.
-
-From other modules:
-
-    Plan            its ``structure`` describes the arguments; a trace needs it before the arrays
-    Structure       objects without arrays: ``root`` is their pytree; ``walk`` finds the Variables
-                    and arrays in a part of it, each with its slots
-    Container       a pytree in a structure: its ``treedef``, and a child for each leaf, an array or
-                    an object
-    _run_with_result   a method of `Inner`: calls `execute` with the leaves of a call instead of its
-                    program, and writes back what changed
-    replace_slots   a copy of a list of leaves with others in some slots
-    type_as_in_jit  gives arrays the types that they would have as arguments of `jax.jit`
 """
 
 from __future__ import annotations

@@ -4,19 +4,6 @@ This file is apart from `stages.py` because it needs all of `analysis`, which ta
 import as everything that a call needs. `Compiled` makes one :class:`Figures` when the user first
 asks for a figure, and passes each question on to it.
 
-From other modules:
-
-    Compiled        the stage: JAX's own, with the plan (``names`` and declared ``shardings`` of the
-                    argument arrays), and the recorder
-    Recorder        traces the function once more: ``traced`` is JAX's trace, ``calls`` are the
-                    calls of modules in it, each with the ``path`` of its module
-    Module          a program read from HLO text; ``unread`` says which parts could not be read
-    DumpedProgram   the program compiled again, with names of modules and its memory (``dumped``);
-                    ``whole`` is the `Module` before it was partitioned
-    CompiledProgram the input of tables: a program, its memory, and peak rates of ``hardware``
-    Measured        the seconds of instructions in calls, and the program that ran
-    MadeValue       a value that the user's code makes, with its line, module and spec
-
 There are two programs: the one that calls run (``module``), and the same one compiled again with
 names of modules (``dumped``), which takes as long as the first compilation.
 """

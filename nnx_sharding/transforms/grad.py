@@ -8,21 +8,6 @@ differentiated (:meth:`ValueAndGrad.prepare`). It differentiates with respect to
 what is known of all calls with arguments of one structure. A *location* is the place of a Variable
 or an array in an argument. `accumulate_gradients` takes the same three steps, with the second one
 in a loop.
-
-From other modules:
-
-    Argument       an argument by its ``name``, and its ``parts``: the leaves of its pytree, such as
-                   modules, each with the ``keys`` that lead to it in the argument
-    NamedLocation  a location, with its ``argument`` and its ``part``. ``paths`` are all paths from
-                   the part that lead to it; filters get its ``subject``: a Variable or an array
-    locate         finds the `NamedLocation` of each Variable and array in some arguments; of a
-                   Variable that several arguments share, one in each
-    SortedCall     the arguments of a call: ``tree`` is ``(positional, keywords)``
-    tangent_type   the type of an array's gradient; None for integers and other values without one
-    without_tangent  the zeros that take the place of a gradient for a value without one
-    value_at       the content of a location: an array, or a Variable's pytree of arrays
-    pytree_of      the pytree of arrays in a Variable; None if its value is something else
-    to_predicate   makes a function of path and value from a filter; raises for other things
 """
 
 from __future__ import annotations

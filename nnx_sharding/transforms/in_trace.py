@@ -24,14 +24,6 @@ Words of all transforms:
     outcome        what a call did to the objects of its arguments, without arrays
     tag            what is declared for the activations of a module, with its path in the user's
                    argument; `jit` tags the modules in its trace, and traces within have copies
-
-From other modules:
-
-    pass_tags, pass_paths  pass on the tags of modules, and their paths within each ``remat``, from
-                   the modules of the caller to their copies in a trace
-    key_traces_by_tags     a context in which JAX uses only traces of modules with the same tags
-    compiled_by_content    a `jax.jit` that finds the program of an earlier trace by its operations
-    trace_is_clean whether no trace is running: the call is at top level
 """
 
 from __future__ import annotations

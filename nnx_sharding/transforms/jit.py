@@ -3,19 +3,6 @@
 :func:`jit` checks the options and makes a :class:`~.lifted.Lifted` with a :class:`Jit`, which says
 what `jax.jit` gets: the pure function of a plan, with a sharding for each array of the arguments
 and for each group of outputs. Calls, stages and caches are those of `Lifted`.
-
-From other modules:
-
-    Sharded   the base: specs are shardings; ``context`` is the mesh that applies, and
-              ``needing_devices`` makes a function that checks in each call that devices are known
-    Program   a pure function, transformed, in the forms that calls use: for stages, at top level,
-              within another trace
-    Specs     the user's shardings, a prefix of arguments or results
-    sharded_activations  a context that shards the activations of modules while a function is
-              traced; it yields what the trace calls in place of the user's function
-    in_context     a context that sets a mesh, or nothing for None
-    check_options, check_mesh, check_specs
-              raise an error if an option, a mesh or a spec is wrong
 """
 
 from __future__ import annotations

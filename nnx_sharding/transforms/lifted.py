@@ -8,33 +8,6 @@ its closures, globals and arguments: if it differs, the function is traced again
 
 This is the hot path of every call: nothing here may depend on the size of the model, apart from
 flattening.
-
-From other modules:
-
-    make_plan     finds all that does not depend on the arrays; raises errors for wrong specs
-    Plan          ``program_for(fingerprint)`` returns the program that calls with this fingerprint
-                  share, and makes it for the first one; ``programs`` has these programs, by
-                  fingerprint; ``pure_function(fingerprint)`` is what JAX traces for it. For None,
-                  both methods make something new, which the plan does not keep.
-                  ``reached_from(objects)`` yields all but arrays that a function can reach from its
-                  arguments
-    run           places arrays, runs the program, and writes back what the function changed
-    Program       the forms of a program: ``top_level``, ``inline`` (in another trace), ``staged``
-                  (to trace and lower), and ``traced_each_time``, without a fingerprint
-    Outcome       what a trace did to objects; picks the arrays after it from inputs and outputs
-    recorder_of   records what flattening reads of the arguments, so that a guard can be made
-    Recorder      traces a call once more, when a report asks
-    Caller        what a trace needs of its call; ``called_by`` sets it for this thread
-    Observer      notices each trace: logs it, and raises an error beyond ``max_traces``
-    guarded       makes a method in C that tries guards first, and the given method if none holds
-    failed        raises an explanation of an error of a call in C, or returns if it knows none
-    explain_memory  raises an error that says what holds the memory if that is full, or returns
-    key_traces_by_tags   a context in which JAX uses only traces of modules with the same tags. A
-                  tag says what is declared for a module's activations, which changes the trace
-    leave_static_cache   discards what ``nnx.cached_partial`` has prepared for a call of `nnx.jit`,
-                  because it would stay for the next call
-    as_declared   the arrays of a call, with an abstract array for each that a call would move
-    unmark_direct lets the next call of a program defer signals again, because it may compile
 """
 
 from __future__ import annotations

@@ -17,20 +17,6 @@ All objects of the arguments are in a table (the *structure*), each at an *index
 array is its position in the list of all arrays. A *plan* has the axes of all arrays, by slot, and
 of all Variables (``variables``), by index, with their names; *unflattened* has the objects as they
 are in the trace.
-
-From other modules:
-
-    Specs            a prefix of the arguments that the user gave, as a ``tree`` of axes
-    PathFunction     the result of ``nnx.prefix``: known axes by path, a function for other paths
-    Caller           the call that is being traced; ``fun`` is the user's function
-    Flat             flattened objects: their structure, ``leaves`` (arrays by slot) and ``objects``
-    InnerTransform   the base: becomes part of a surrounding trace
-    split_argument   splits a pytree into its modules, Variables and arrays, each with the user's
-                     spec; returns an ``Argument``
-    locate           finds the Variables and arrays in some arguments, each with the user's spec
-    resolve          finds the final spec of each of these Variables and arrays
-    accessor         an expression for a path, such as ``in_axes[0]['mask']``
-    atoms            the leaves of a container in a structure: indices of objects, and other values
 """
 
 from __future__ import annotations

@@ -8,19 +8,6 @@ checks whether the program fits into memory, so they also explain an error that 
 
 This file imports all of `analysis`. Calls never need it: `out_of_memory.py` and `figures.py` import
 it on demand.
-
-From other modules:
-
-    Recorder   traces a function once more, without its arrays (``traced``), and records each call
-               of a module (``calls``)
-    Plan       what is known of a call: ``names`` of the arrays of its arguments, by slot (their
-               position), and the ``structure`` of its objects; its ``slots`` are, for each object
-               by index, the slots of the arrays that the object holds itself
-    Module     a program read from HLO text; ``homes`` has the computation of each instruction, by
-               the name of the instruction
-    Measured   the seconds of instructions, and the program that has these instructions
-    parse      reads a `Module` from text
-    read_buffers  reads from a folder where the compiler puts arrays; None without such files
 """
 
 from __future__ import annotations

@@ -17,26 +17,7 @@ runs from the last layer to the first. JAX shows this form in ``tests/overlap_te
 A *shard* is a parameter as it is kept, (layers, …) for the loop. The *pullback* of a layer takes
 its cotangents from outputs to inputs. The backward pass rebuilds it from *residuals*, the arrays
 that the forward pass keeps. Parameters are *ready* once they are gathered; the *rest* are slices
-that need no gathering. From other modules:
-
-    Tag         what a strategy left on a module: the argument that holds the module (``name``) and
-                the ``path`` in it; the mesh ``axes`` over which its parameters are gathered; and
-                ``specs`` with the `VariableSpecs` of each parameter, by path: its ``shape``, the
-                spec ``outside``, with which it is kept, and the spec ``inside``, with which it is
-                used while the module runs. ``is_gathered`` says whether a
-                gathered value replaces the parameter meanwhile
-    modules_in  the modules in a module, itself included, each after its path
-    own_variables
-                the Variables of a module without those of submodules, each after its path
-    PREFETCHED  the names of parameters that a module does not gather itself while it runs: a
-                context of JAX, with a ``value``, which ``with PREFETCHED(value):`` sets
-    spec_of_slice
-                the spec without the dimensions of loops that run around this one
-    replace_slots
-                a copy of a list of arrays with others in some positions
-    apply_shardings
-                gives each array a sharding, so that the compiler gathers or scatters it
-    is_inexact  whether an array has a derivative: floating-point or complex numbers
+that need no gathering.
 """
 
 from __future__ import annotations

@@ -8,18 +8,6 @@ for paths of modules, and as a name that the user's code has given.
 
 `jax.checkpoint` gets the pure function, of all *leaves* of the arguments: arrays, and flags, which
 it does not trace. A *slot* is the position of a leaf.
-
-From other modules:
-
-    lift            wraps a function in a class, here `Inner`, which calls it as a part of a trace.
-                    `Roles` are the static and donated arguments
-    call_on_slots   transforms a function of leaves as one of some slots; the others are fixed
-    Known           the modules that a filter may match: ``{id(module): (path, module)}``
-    KNOWN           the `Known` of all ``remat`` around, for transforms that copy modules
-    with_handler    calls a function while calls of modules go through a handler
-    current_handler the handler of such calls that is set already, or None
-    module_predicate  makes a function of path and module from a filter; raises for other things
-    suggestion      text for messages: ``; did you mean 'layers/0'?``, or nothing
 """
 
 from __future__ import annotations

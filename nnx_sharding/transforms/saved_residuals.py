@@ -2,18 +2,6 @@
 
 The function is differentiated in a trace without values, by `jax.vjp`. The leaves of the pullback
 are the residuals. `analysis/residuals.py` finds the operation that computes each of them.
-
-From other modules:
-
-    Caller          what a trace needs of its call; ``called_by`` sets it for this thread
-    call_on_slots   transforms a function of leaves as one of some slots; the others are fixed
-    Lifted          the result of `jit`: ``_plan_without_running`` flattens the arguments of a call,
-                    and ``_program(…).staged`` is JAX's jitted function of all leaves, which returns
-                    groups of arrays and what was done to objects
-    RECORD          the list in which a trace writes down what calls of modules return; it is set
-                    here because operations then have the names of modules
-    is_inexact      whether an array has a derivative: floating-point or complex numbers
-    residual_of     the row for a residual; None for a constant
 """
 
 from __future__ import annotations

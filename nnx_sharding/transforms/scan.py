@@ -16,29 +16,7 @@ arrays that no step writes. `while_loop` and `fori_loop` are the same loop witho
 
 The *leaves* of the arguments are arrays, numbers and flags, each in a *slot* (its position). The
 *structure* is a table of the objects, in which each object has an *index* and an *entry* that
-describes it. A step has arrays in slots before and after it. From other modules:
-
-    Plan         what is known before the trace: ``structure`` of the arguments; the axes of leaves,
-                 by slot (``specs``), and of the groups of outputs (``out_specs``): an ``Axis``,
-                 ``BROADCAST`` (no axis) or ``CARRY``; the ``index`` of the last two is None.
-                 ``updates`` says whether changes of structure are written back. Each of
-                 ``graph_arguments`` has the ``parts`` of an argument that are objects: the
-                 object's index (``child``), and its axis or StateAxes (``spec``), or None
-    Outcome      what a step did: the ``structure`` after it, and a ``Source`` for each slot of that
-                 structure. The source of an output is its group and position. The source of an
-                 array that the step left unchanged is the group ``INPUT`` and its slot before
-    OutputGroup  arrays with one axis, and their names for JAX's messages; a pure function returns
-                 ``(*groups, outcome)``
-    Static       a leaf that JAX does not trace, compared by value; ``static`` leaves are in pairs
-                 with their slots
-    axes_specs   the user's axes as specs: a ``tree`` of axes, which ``written`` lists
-    named_parts  pairs of an expression and a child, for all parts of some arguments
-    links_below  the objects that can be reached from children of a structure, by index
-    captures     the objects in which modules collect what they sow, by index
-    reshard_like gives an array the sharding of another one
-    may_keep     whether a step for these static leaves may serve later calls
-    structure_changes, type_changes, sharding_changes
-                 yield or return what differs; nothing if all is equal
+describes it. A step has arrays in slots before and after it.
 """
 
 from __future__ import annotations

@@ -11,15 +11,6 @@ because modules may run with other axis types (:meth:`_ShardMap._inline`).
 A map is *manual* over its ``axis_names`` (all axes of the mesh if there are none). Over other axes,
 the function sees whole arrays, and the axes keep their types: on Explicit axes, the type of an
 array says how it is sharded; on Auto axes, the compiler chooses it.
-
-From other modules:
-
-    type_as               gives an array on another mesh the type that it has with a sharding
-    explicit_part         a sharding without Auto axes; None if it has no Explicit ones
-    compiled_by_content   a `jax.jit` for functions that capture arrays: it traces at each call, and
-                          compiles once for all traces with equal operations
-    sharded_activations   applies declared shardings of activations while the function is traced
-    with_static_values    makes what is not an array static where its spec is None
 """
 
 from __future__ import annotations

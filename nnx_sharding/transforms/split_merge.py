@@ -7,23 +7,6 @@ object has an *entry* in it at the *index* of the object, and *children* refer t
 The arrays are in a list, each in a *slot*. Objects are modules, Variables and refs (``jax.Ref``),
 and static ones, such as functions. `merge` changes modules and Variables in place
 (``_CHANGED_IN_PLACE``), and makes all other objects again.
-
-From other modules:
-
-    Flat                what ``flatten`` returns: ``structure``, ``leaves`` (the arrays) and
-                        ``objects``; ``updatable`` says whether the current trace may change them
-    flatten_known       does the same; a module of a known form is read without Python code
-    Location            the place of an array or a Variable in a graph: its ``path`` and ``slots``,
-                        and the index of the Variable (``object_index``), or None for an array
-    value_at            the content of a location: an array, or the pytree that the Variable holds
-    pytree_of           the container of the pytree in a Variable, from its entry; otherwise None
-    unflatten           makes the objects of a structure around leaves, and their pytree (``root``);
-                        takes the objects of ``existing``, by index, as they are instead of new ones
-    rebuild             writes other arrays into the objects of a `Flat`; returns their graph
-    node_changes        the attributes of a module that differ from an earlier form of the module
-    update_operations   the operations that give objects a new state; `perform` does all at once
-    parts_of            the children of an entry or a container, by path
-    by_kind             lines for an error, under a title for each kind of problem that has any
 """
 
 from __future__ import annotations

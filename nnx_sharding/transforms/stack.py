@@ -11,25 +11,6 @@ leading dimension of size L, and calls it in one ``scan``::
 A Variable that all layers share keeps its shape, and each step of the scan gets it as it is. To
 compute with the arrays of a module, the functions here flatten it: the *slot* of an array is its
 position in the list of arrays.
-
-From other modules:
-
-    Flat            a flattened module: its ``structure`` (objects by index, all but the arrays),
-                    ``leaves`` (the arrays by slot) and ``objects``
-    Location        where arrays are: a path, their slots, and the ``object_index`` of the Variable
-    stacked_slots   the slots of the arrays that have a dimension for the layers
-    with_arrays     a new layer around other arrays in some slots
-    name_axis       adds the layers to the logical axes (metadata) of Variables, or removes them
-    replace_slots   a copy of a list of arrays with others in some slots
-    compute         calls a function of arrays that may be in host memory; the result stays there
-    rebuild         writes other arrays into the objects of a `Flat`, all in one step, so that an
-                    error or an interrupt leaves all old values or all new ones
-    type_spec       the spec over Explicit axes in the type of an array; None without such axes
-    apply_shardings gives each array a sharding; an array whose sharding is None stays as it is
-    SCHEDULE_USES   a context variable with the record of how stacks are used, if a strategy runs
-                    whole stacks, such as a pipeline; otherwise None. ``note_single_layers`` records
-                    that layers of a stack are used one by one
-    modules_in      the modules in a module, itself included, each with its path
 """
 
 from __future__ import annotations

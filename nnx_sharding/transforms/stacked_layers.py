@@ -8,18 +8,6 @@ slot, compute with them, and build another module around the results::
     slots = stacked_slots(flat, shared)               # the arrays with a dimension for layers
     first = with_arrays(flat, {slot: flat.leaves[slot][0] for slot in slots})
     name_axis(nnx.spmd.remove_axis, first, shared)    # in metadata, too
-
-From other modules:
-
-    Flat        a flattened layer: ``structure``, ``leaves`` (arrays by slot) and ``objects``. Slots
-                and objects are numbered. The structure has an entry for each object, and its slots
-    Location    the place of some arrays: their ``path`` and ``slots``, and the index of the
-                Variable (``object_index``), which is None for an array outside of Variables
-    StateAxes   the axis of each Variable, by filters
-    accessor    an expression for a path: ``("layer", ("up", "kernel"))`` → ``layer.up.kernel``
-    memory_of   the memory of an array; None for the device's own
-    type_changes  a line for each array that another shape or dtype replaces
-    differences   a text for each difference of two calls
 """
 
 from __future__ import annotations

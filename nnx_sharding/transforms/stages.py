@@ -10,22 +10,6 @@ again. Calls begin in C (`guarded`), which tries the guards. A call whose argume
 continues in ``_flattened``, and an error of a call in C is given to ``_failed``.
 
 Figures of compiled programs are in `figures.py`, which is imported when one is asked for.
-
-From other modules:
-
-    Caller     what a trace needs of its call; ``called_by`` sets it while JAX traces or compiles
-    run        places arrays, runs the program, and writes back what the function changed
-    Recorder   traces a call once more, without its arrays, when a report asks: ``traced`` is JAX's
-    Outcome    after a trace: the ``structure`` of all objects; the indices of the Variables that it
-               changed (``values``, ``metadata``); ``arrays(inputs, groups)`` picks the array in
-               each slot after the call from inputs and outputs
-    value_at   the value at a place of a structure: an array, or the pytree of arrays in a Variable
-    progress   a context that shows a bar while something takes long, such as a compilation
-    differences  a text for each difference of the arguments of two calls
-    see        returns an error with a note on its section in ``docs/errors.md``
-    raise_explained, raise_mismatch, explain_memory
-               each raises another error that explains the given one, or returns if it knows no
-               explanation; the caller then raises the given error
 """
 
 from __future__ import annotations

@@ -4,16 +4,6 @@ JAX differentiates lists of arrays. Users give and get tangents and cotangents i
 arguments and results, the *values*. The tangent of a module is another one of the same structure,
 with tangents in place of its arrays (:class:`TangentForm`). Integers have no tangent; JAX writes it
 as zeros of dtype `float0`. A *slot* is the position of an array among flattened objects (``Flat``).
-
-From other modules:
-
-    Flat             what ``flatten`` returns: ``structure``, ``leaves`` (arrays) and ``objects``
-    unflatten        makes new objects from a structure and leaves; ``root`` is their pytree
-    replace_slots    a copy of a list of arrays with others in some slots
-    leaves_by_path   the leaves of a pytree by path; ``slots_by_path`` has the same paths
-    Structure        flattened objects without arrays: ``root`` is their pytree; ``root_slots`` are
-                     the slots of the arrays in it outside of objects; ``walk`` yields where each
-                     Variable and array is, with its path and slots
 """
 
 from __future__ import annotations

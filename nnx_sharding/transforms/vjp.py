@@ -6,17 +6,6 @@ apply. That transform returns functions of lists of arrays. The forms of the pri
 output (:class:`~.tangents.TangentForm`) translate the lists from and to the user's pytrees. The
 object of a bound method is an argument as well, before the primals, but is not differentiated. A
 *slot* is the position of an array among those of all arguments.
-
-From other modules:
-
-    Differentiable  a lifted function: it flattens its arguments and writes back what a call changes
-    differentiate   its method: calls the function, applies a transform of JAX at the arrays in some
-                    slots, and returns the results of the user's function and of the transform
-    lift            makes a lifted function of a class for the user's function
-    TangentForm     ``tangents_in`` takes tangents out of the user's objects, as a list of arrays;
-                    ``build`` makes objects that hold a list of tangents
-    tangent_type    the type of an array's tangent; None for integers and other values without one
-    as_array        makes a JAX array of a Python number; hijax values stay unchanged
 """
 
 from __future__ import annotations

@@ -3,19 +3,6 @@
 The *pure function* of a call takes all arrays of the arguments, and returns all arrays of the
 result, in groups of one axis each. `jax.vmap` maps it, with an axis for each array: its *spec*
 (``mapped_axes.py``). A *slot* is the position of an array.
-
-From other modules:
-
-    Mapped          the base: reads axes from ``in_axes``, and names them in metadata
-    call_on_slots   transforms a function of leaves as one of some slots; the others are fixed
-    Inner           the base of functions that become part of a surrounding trace
-    type_spec       the spec in the type of an array; None if no mesh axis is Explicit
-    type_mesh       the mesh in the type of an array; None without one
-    retype          gives an array another spec on a mesh, in its type
-    replace_slots   a copy of a list of arrays with others in some slots
-    type_as_in_jit  gives arrays that are on no mesh the mesh in context in their types, replicated
-    axes_of         the mesh axes in one entry of a spec; ``spec_axes`` has those of all entries
-    pad_entries     the entries of a spec, with None for the dimensions that the spec leaves out
 """
 
 from __future__ import annotations

@@ -15,20 +15,6 @@ one array that is taken from its outputs.
 
 `fori_loop` carries its counter, ``i``. With a known number of steps it is a `scan`, as in JAX, so
 that it can be differentiated in reverse mode; otherwise the counter is compared with ``upper``.
-
-From other modules:
-
-    Loop        a step as a function of the carry: checks structure and types, and puts arrays into
-                the slots of the pure function
-    Functions   the functions of the call as one: ``bind(number)`` makes a function of one of them,
-                whose first argument is ``objects``; ``bound`` says which of these each uses.
-                ``leading`` names the arguments of the loop in messages
-    Specs       for each argument, or for the result: ``BROADCAST`` (the same), or ``CARRY``
-    check_carry raises an error unless a carry has the form and the modules of the one before
-    scalar_value  the value of a scalar argument, also if a Variable holds it; raises for others
-    call_functions  runs a transform of `Functions`, writes back what they changed, and returns the
-                result
-    compile_at_top_level  makes a function that is compiled as one program outside of any trace
 """
 
 from __future__ import annotations

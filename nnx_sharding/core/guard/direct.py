@@ -8,21 +8,6 @@ these steps.
 
     outputs      what a program returns: groups of arrays, and last the *outcome*, which says to
                  which Variable each array belongs
-
-From other modules:
-
-    finish       writes the outputs back into the caller's objects, and clears the list in which it
-                 gets them; returns what the user gets
-    mark_direct  marks a program if its outputs show that JAX runs no Python code for it
-    deferred_handlers   is not empty while signals are deferred. Signals are deferred from the
-                 moment when a call compiles a program (``call_context.py``), because a handler that
-                 raises between the program and its write-back would lose arrays
-    deliver_signals     ends this, and runs the handlers; does nothing if no signals are deferred
-    raise_explained     raises another error if the arguments show why a call failed; else returns
-    DIRECT       the attribute by which ``mark_direct`` marks a program
-    is_bounded   whether XLA may abort if many programs are queued, as it may on virtual CPU devices
-    wait         waits for the outputs of one program; returns False if it runs on one device
-    FastestWalk  the class of walks in C, or ``PythonWalk`` if the extension is not used
 """
 
 from __future__ import annotations

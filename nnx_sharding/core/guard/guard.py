@@ -8,18 +8,6 @@ one of them is collected.
 
 A mismatch, or anything unexpected, means "changed": the call then flattens. So a guard may be too
 strict, which costs time, but never too lax.
-
-From other modules:
-
-    Recipe   how to read a graph again (its steps), and the *pins*, what must be there: ``statics``,
-             the values that are compared by value, and ``ids``, the ids of all objects
-    Walk     follows a recipe. ``follow`` accepts the recorded graph only; ``match`` also accepts
-             another graph that is built alike. Both compare everything but the contents of arrays,
-             and return None, or raise, if something differs
-    Plan     serves all calls whose arguments have its ``structure``
-    Flat     a graph as ``flatten`` returns it: its structure, arrays and objects. ``updatable``
-             says that all objects belong to the current trace, so a call may change them
-    are_current   whether all traces of a list are the current trace
 """
 
 from __future__ import annotations

@@ -3,17 +3,6 @@
 If the guard holds, the structure is the same object as last time. So a table finds what belongs to
 the structure, such as a plan, without comparing all entries.
 
-From other modules:
-
-    Walk           reads the arrays and objects of a graph, in the order in which ``flatten`` once
-                   read them, and compares all else; the fastest one is in C
-    check          follows a walk: returns what ``flatten`` would, or None if the graph has changed
-    WalkRecorder   is told what ``flatten`` reads. ``identities`` are the objects that the walk
-                   compares by their ids alone
-    make_walk      makes a walk of what a ``WalkRecorder`` was told; None if the graph cannot be
-                   guarded
-    watch          makes weak references, which call a function when their object is collected
-
 The entry of a model is kept under the id of the model, and does not keep the model alive. Once the
 model is collected, another object may get its id, so a weak reference drops the entry. The entry
 has weak references to ``identities`` for the same reason.

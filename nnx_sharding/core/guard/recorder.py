@@ -18,14 +18,6 @@ Numbers are *positions* of items in the stream, or *indices* of objects, in the 
     pin         what a walk must find at a position: the value of a static, or the id of an object
     Opcode      how a step opens an item: NODE reads a ``__dict__``, DICT and STATE a mapping,
                 SEQUENCE a tuple or list, all without Python code; TREE and STATIC run Python code
-
-From other modules:
-
-    comparison_of   how a walk compares a value that ``flatten`` describes by a child
-    has_only_dict   whether objects of a class hold all that they have in a ``__dict__``
-    is_leaf_treedef  whether a treedef describes a leaf, which has no containers
-    own_items       the tuple, list or dict that holds the children of a pytree; None if only JAX
-                    can open the pytree
 """
 
 from __future__ import annotations

@@ -10,19 +10,7 @@ that is built like an earlier one uses its plan, and gets a guard when it is pas
           └─ neither: flatten, find or make a plan, ``add`` ── a guard and a template
 
 Nothing here keeps a model alive, and all tables are bounded. The C extension replaces ``find``: it
-tries the guards in ``Guards.recent``. From other modules:
-
-    Plan      all that a function needs to know of arguments of one structure, to serve a call
-    Flat      the arguments as ``flatten`` returns them: structure, arrays and objects
-    Recipe    how to read some arguments again. ``FastestWalk(recipe)`` is a ``Walk``, whose
-              ``follow`` returns None unless these are the same objects with the same content
-    Guard     has a walk, the ``plan`` that serves a call if the walk finds no change, and ``key``:
-              what else the plan depends on (``Dependencies``), such as the mesh in context
-    check     follows a walk; returns None if it fails or raises. ``match`` accepts other objects as
-              well, and returns a recipe for these
-    WalkRecorder   makes the recipe while ``flatten`` reads; ``identities`` are the objects that a
-              walk compares by their ids alone, so a guard is void once one of them is collected
-    make_room      removes the oldest entries of a table that is too large
+tries the guards in ``Guards.recent``.
 """
 
 from __future__ import annotations

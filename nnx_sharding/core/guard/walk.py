@@ -12,14 +12,6 @@ type alone.
 
 ``PythonWalk`` is the reference, written to be read. It is also used without the extension.
 ``walk.c`` does the same up to a hundred times as fast, and must agree; the tests run both.
-
-From other modules:
-
-    open_static   the parts of a static object, and what a walk compares before them
-    value_key     a key for a static that is compared by value, equal for equal statics; None for
-                  other statics
-    aux_of        the data of the node types in a treedef, such as the settings of a class
-    items_getter  makes a function that picks the items at some positions of a list
 """
 
 from __future__ import annotations
