@@ -94,6 +94,36 @@ def test_public_names():
     )
 
 
+def public_functions() -> Iterator[tuple[str, Any]]:
+    """All public functions, and the public methods that public classes define."""
+    for place, (module, own) in public().items():
+        for name in own:
+            x = getattr(module, name)
+            if isinstance(x, types.FunctionType):
+                yield f"{place}.{name}", x
+            elif inspect.isclass(x) and x.__module__.startswith("nnx_sharding"):
+                for method, found in vars(x).items():
+                    found = getattr(original_of(found), "__func__", original_of(found))
+                    if isinstance(found, types.FunctionType) and not method.startswith("_"):
+                        yield f"{place}.{name}.{method}", found
+
+
+def test_docstrings_have_all_arguments():
+    """Those of private functions have only the arguments whose name and type do not say all."""
+    missing, count = [], 0
+    for name, function in public_functions():
+        doc = inspect.getdoc(function) or ""
+        if "Args:\n" not in doc:
+            continue
+        arguments = re.findall(r"^  \*{0,2}(\w+(?:, \*{0,2}\w+)*):", doc, re.MULTILINE)
+        described = {*re.findall(r"\w+", " ".join(arguments))}
+        own = {x for x in inspect.signature(function).parameters if x not in ("self", "cls")}
+        missing += [f"{name}: {x}" for x in sorted(own - described) if not x.startswith("_")]
+        count += 1
+    assert not missing, "\n".join(missing)
+    assert count > 150, count
+
+
 def test_number_of_names():
     found = {n for place, (_, own) in public().items() if "compat" not in place for n in own}
     found.discard("__version__")

@@ -202,9 +202,7 @@ class _Backend(_Client):
         """Compiles a module elsewhere; returns an object with the figures of the executable.
 
         Args:
-          module: the program, in MLIR.
           executable_devices: the devices to compile for, in their order.
-          compile_options: the options of XLA's compiler.
         """
         bytecode = io.BytesIO()
         module.operation.write_bytecode(bytecode)

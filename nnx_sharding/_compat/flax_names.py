@@ -132,7 +132,6 @@ def _items_by_form(node: Node, forms: dict[Any, NodeForm]) -> NodeItems:
     unknown form is read by Flax, and its form is added to ``forms`` or ``_FORMS``.
 
     Args:
-      node: the node.
       forms: the forms that only this walk uses. A form that holds no objects of the user is in
         ``_FORMS`` instead, which all walks use.
     """
@@ -179,7 +178,6 @@ def _read_items(
     them, so the keys are ``("a", "b")``, and the order of the form is ``(1, 0)``.
 
     Args:
-      node: the node.
       names: the names of the attributes in the ``__dict__``.
       dict_values: the values of these attributes; None if the node may have other attributes.
       statuses: the object that all nodes of the form share as their statuses; None if each node
@@ -307,7 +305,6 @@ def _abstracted(items: NodeItems, leaked: Sequence[int]) -> NodeItems:
     tracer as static, the result has it as data, because an abstract array is data.
 
     Args:
-      items: the attributes.
       leaked: the positions of the tracers among the values.
     """
     form = items.form

@@ -142,9 +142,7 @@ def _is_explicit_within(source: ActivationSharding, tag: Tag, module: object) ->
     inner one would find no Explicit ones.
 
     Args:
-      source: what is declared.
       tag: the tag of the module, with its path.
-      module: the module.
     """
     # This shortcut is for nearly all sources, because asking each module of a model takes time.
     if not any(x.axis_types is AxisType.Explicit for x in source.shardings):

@@ -92,10 +92,7 @@ class Constrainer:
         """Constrains the Variables and arrays in a module, or a pytree, by their paths in it.
 
         Args:
-          tree: the module or pytree.
-          rules: the specs, by filters for these paths.
           frame: the call that takes or returns the tree.
-          name: the expression for the tree, in messages.
 
         Returns:
           The same module, or a new pytree.
@@ -127,7 +124,6 @@ class Constrainer:
           x: the activation. A value that is not a JAX array is returned as it is.
           spec: the spec; None for none.
           frame: the call that takes or returns the activation.
-          name: the expression for the activation, in messages.
         """
         if spec is None or not isinstance(x, jax.Array):
             return x

@@ -70,10 +70,6 @@ def _sharding_in_use(
     says nothing, so it is made from the declared spec, which the tag has.
 
     Args:
-      value: the value.
-      variable: the Variable.
-      path: its path in the module.
-      tag: the tag of the module.
       mesh: the mesh of the trace; None if there is none.
       axes: the axes of the mesh without those of a `shard_map`, which no spec inside can name.
 

@@ -206,7 +206,6 @@ def _is_intercepted_method(name: str, value: object, named: Collection[str]) -> 
     Args:
       name: the name of the attribute. ``__call__`` is always a method to intercept. A method with
         another name is one if it is public, and not in every module.
-      value: the attribute.
       named: the names of methods for which the user declares something.
     """
     if name == "__call__" or name in named:

@@ -137,7 +137,6 @@ class Tagger:
         """Returns how a Variable is sharded, or None if it has no spec.
 
         Args:
-          variable: the Variable in the trace.
           gathered: the axes over which parameters of its module are gathered.
           inside_axes: the axes that may shard it while its module runs.
         """

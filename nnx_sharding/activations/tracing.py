@@ -434,8 +434,6 @@ class Scope:
 
         Args:
           tag: the tag of the module, with what is declared for it.
-          module: the module.
-          method: the name of the method.
         """
         schedules = (source.find_schedule(tag.path, module, method) for source in tag.sources)
         schedule = next((x for x in schedules if x is not None), None)
@@ -462,9 +460,6 @@ class Scope:
           frame: the call, with the tag of the module.
           schedule: runs the module in a special order, for example in a pipeline; None for a plain
             call.
-          call: the bound method.
-          args: the positional arguments of the call.
-          kwargs: its keyword arguments.
         """
         has_specs = bool(frame.tag.specs)  # not empty: the module has Variables of its own
         if has_specs:
@@ -500,9 +495,6 @@ class Scope:
         Args:
           frame: the call, with the tag of the module.
           chosen: the specs that are declared for the call.
-          call: the bound method.
-          args: the positional arguments of the call.
-          kwargs: its keyword arguments.
         """
         mesh = jax.sharding.get_abstract_mesh()
         explicit = axes_of_type(mesh, AxisType.Explicit)
@@ -763,8 +755,6 @@ def _unused_line(filter_: object, sharding: InOutSharding, methods: Sequence[str
     """Returns a line about a filter that matched no call, with what to write if that is known.
 
     Args:
-      filter_: the filter.
-      sharding: what it declares.
       methods: the names of other methods that ran, of modules that match the filter.
     """
     text = filter_.__name__ if isinstance(filter_, type) else repr(filter_)

@@ -72,8 +72,6 @@ class _WithAutoAxes:
         """Returns the updates and the new state, typed like the parameters and the old state.
 
         Args:
-          updates: the gradients, a pytree of arrays.
-          state: the state of the transformation.
           params: the parameters, of the structure of ``updates``, if the user's code passes them.
           **extra: arguments of some transformations, such as the loss function of a line search.
         """
@@ -106,7 +104,6 @@ def _with_outer_axes(
     Auto axes. But the user wrote the function for the axes outside.
 
     Args:
-      fun: the user's function.
       like: the parameters. An argument of their structure gets their types; other arrays are
         replicated.
       retyping: the mesh outside of the transformation, and the mesh in it.
@@ -134,7 +131,6 @@ def _typed_like(tree: Any, like: Any, mesh: AbstractMesh) -> Any:
     Args:
       tree: a pytree of arrays; other values stay as they are.
       like: the other pytree; None to replicate all arrays.
-      mesh: the mesh of the new types.
     """
     leaves, treedef = jax.tree.flatten(tree)
     has_same_structure = jax.tree.structure(like) == treedef  # type: ignore[operator]

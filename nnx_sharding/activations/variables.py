@@ -73,7 +73,6 @@ def _walk(root: object, *, into_modules: bool) -> Iterator[tuple[Path, Any]]:
     None, bools, numbers, strings, classes and functions.
 
     Args:
-      root: a module.
       into_modules: whether it goes into other modules than ``root``. It always goes into
         containers.
     """

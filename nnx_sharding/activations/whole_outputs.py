@@ -134,8 +134,6 @@ def _axes_of_heads(
 
     Args:
       variable: the kernel: (…, in, heads, features) or (…, in, heads * features).
-      heads: the number of heads.
-      features: the size of each head.
       sizes: the sizes of the axes that can shard heads.
     """
     entries = pad_entries(variable.inside, len(variable.shape))
@@ -270,8 +268,6 @@ class WholeOutputs:
         """Returns an output as one whose columns are gathered; None if they are not.
 
         Args:
-          frame: the call of the module.
-          x: the output, typed.
           sizes: the sizes of the axes that can shard columns.
         """
         spec = jax.typeof(x).sharding.spec
@@ -333,8 +329,6 @@ def _gathered_cache(
     """Returns an output as one whose heads are gathered; None if it has none, or they are not.
 
     Args:
-      frame: the call of the module.
-      x: the output, typed.
       first_input: the first input, (batch, …).
       sizes: the sizes of the axes that can shard heads.
     """
@@ -364,7 +358,6 @@ def _spec_of_cache(x: jax.Array, first_input: jax.Array, heads: Heads) -> Partit
     Args:
       x: the cache, (…, heads, …), typed.
       first_input: the first input of the module, (batch, …).
-      heads: the heads in the cache.
     """
     if heads.dimension is None:
         return None

@@ -78,9 +78,7 @@ def _bytes_read(
     instruction in the fusion uses the operand.
 
     Args:
-      instruction: the operation.
       operands: the shapes of what it takes.
-      module: the program.
 
     Returns:
       For each operand the bytes; None if all of the operand is read.
@@ -108,11 +106,6 @@ def _bytes_read(
 
 def _bytes_read_by_fusion(callee: Computation, count: int, module: Module) -> list[int | None]:
     """Counts the bytes that a fusion reads of each operand.
-
-    Args:
-      callee: the computation that the fusion runs.
-      count: the number of the fusion's operands.
-      module: the program.
 
     Returns:
       For each operand the bytes; None if all of the operand is read.
@@ -214,10 +207,6 @@ def _bytes_written_by_fusion(fused: Computation, module: Module) -> list[int | N
 
     The fusion writes as much of a result as the instruction inside that makes the result. An update
     in place writes one array. A scatter writes several, which are results one after another.
-
-    Args:
-      fused: the computation that the fusion runs.
-      module: the program.
     """
     inner = module.within[fused.name]
     root = module.roots.get(fused.name)

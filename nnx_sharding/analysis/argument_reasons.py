@@ -182,7 +182,6 @@ def _facts_of_unused_axes(row: ParameterRow, unused: Mapping[str, int]) -> Itera
     reason why the array is sharded as it is.
 
     Args:
-      row: the array.
       unused: the sizes of the axes that do not shard it, by name.
     """
     for axis, size in unused.items():
@@ -202,7 +201,6 @@ def _instead(row: ParameterRow, override: str) -> str:
     device then holds all of the array, so the text says "nothing" first.
 
     Args:
-      row: the array.
       override: what `_override` wrote; empty for nothing.
     """
     if not override or not axes_in(row.spec):

@@ -268,7 +268,6 @@ def _phases(places: Sequence[Place], in_use: Sequence[int]) -> list[Phase]:
     """Joins successive steps of the schedule that belong to the same place.
 
     Args:
-      places: the place of each step.
       in_use: the bytes in use at each step.
 
     Returns:

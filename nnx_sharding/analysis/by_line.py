@@ -202,9 +202,7 @@ def _lines_of(row: LineRow, most: int | None, code_style: str) -> Iterator[tuple
     first line.
 
     Args:
-      row: the row.
       most: how many texts each column has; None for all.
-      code_style: the style of the code.
     """
     # Below the code are the modules that it runs in, as far as ``most`` leaves room for them.
     code = [row.code[:60], *(f"  in {path}" for path in row.modules)][:most]

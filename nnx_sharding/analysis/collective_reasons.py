@@ -134,7 +134,6 @@ class CollectiveReasons:
         A known purpose has a sentence of its own. "Made … by …" is for all others.
 
         Args:
-          collective: the collective.
           made: where the value is computed; None if that is unknown.
           whole_shapes: the shapes that the whole value may have.
         """
@@ -358,13 +357,7 @@ class CollectiveReasons:
         return None
 
     def _in_loops(self, home: str, carry: Instruction, index: int) -> Iterator[Value]:
-        """Yields the values that the bodies of loops read as one item of a carried tuple.
-
-        Args:
-          home: the computation that has the loops.
-          carry: the tuple that the loops are given.
-          index: the position of the item.
-        """
+        """Yields the values that the bodies of loops read as one item of a carried tuple."""
         for loop, _ in self._module.users.get(home, {}).get(carry.name, ()):
             body = dict(loop.calls).get("body", "") if loop.opcode == "while" else ""
             instructions = self._module.within.get(body, {})
@@ -491,7 +484,6 @@ def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | N
     it``.
 
     Args:
-      collective: the collective.
       made: where the value that it moves is made; None if that is unknown.
       spec: the spec with which the value is used; None if that is unknown.
     """

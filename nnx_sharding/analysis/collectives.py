@@ -469,11 +469,7 @@ def _collective(
     """Describes one collective.
 
     Args:
-      instruction: the collective, or its start.
-      computation: the computation that it is in.
-      module: the program.
       placement: the mesh, and where the devices of the program are in it.
-      use: what the collective is for.
       overlap: what runs at the same time; None if the device waits for all collectives.
     """
     members = placement.members_of(instruction)
@@ -523,8 +519,6 @@ def _parts(use: Use, module: Module, *, num_bytes: int) -> tuple[Part, ...]:
     """Describes the arrays of a collective; empty for a single one, or if purposes are unknown.
 
     Args:
-      use: what the collective is for.
-      module: the program.
       num_bytes: the bytes of the collective, which the parts share.
     """
     total = sum(array_use.array.bytes for array_use in use.arrays) or 1
@@ -649,9 +643,6 @@ def _payload(
     """Returns what a collective moves on each device.
 
     Args:
-      instruction: the collective.
-      computation: the computation that it is in.
-      module: the program.
       group_size: the number of devices that exchange data with each other.
     """
     kind, results = cast(CollectiveKind, instruction.collective), instruction.results
@@ -736,11 +727,6 @@ def _with_operation(
     TPU compilers may leave out the name of a collective. The innermost instruction around the
     collective that has a name, such as the fusion that it is in, lends its name. If that
     instruction takes several operands, the names of the operands are joined to it.
-
-    Args:
-      instruction: the collective.
-      computation: the computation that it is in.
-      module: the program.
     """
     # The collective, then the calls around it, innermost first.
     candidates = [Located(computation, instruction), *module.around(computation.name)]

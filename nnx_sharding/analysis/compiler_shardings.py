@@ -84,7 +84,6 @@ def _read_axes(
       match: a match of ``_NAMED``, up to the bracket behind the dimensions. Its group ``dims`` has
         the axes of each dimension: ``{'model', ?}, {}``.
       rank: the number of dimensions of the array; None for that of the text.
-      sizes: the sizes of the mesh axes.
     """
     dims, rest = match["dims"], match.string[match.end() :]
     unreduced_part = _UNREDUCED.search(rest)

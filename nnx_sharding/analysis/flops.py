@@ -70,7 +70,6 @@ def _dot_flops(instruction: Instruction, lhs: Sequence[int], result: Sequence[in
     """Counts the flops of a product: a multiplication and an addition for each term of its sums.
 
     Args:
-      instruction: the product, or any other instruction.
       lhs: the shape of its first operand.
       result: the shape of its result.
 
@@ -353,7 +352,6 @@ def _joined_in_windows(
     """Counts how often two elements are joined to reduce each window of an array to one element.
 
     Args:
-      instruction: the reduction, whose text describes the windows.
       inputs: the array, as a list of one shape.
       outputs: an array with one element for each window, as a list of one shape.
 

@@ -99,9 +99,7 @@ def _specs_of_shards(
     belongs to which whole array.
 
     Args:
-      made: the values of the trace.
       keyed: the instructions of the program for one device, each after the key of its operation.
-      sizes: the sizes of the mesh axes.
     """
     # The shapes in the trace and on one device, by the key of the operation and the rank.
     whole_shapes = defaultdict[tuple[OperationKey, int], set[Shape]](set)

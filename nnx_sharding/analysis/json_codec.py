@@ -126,7 +126,6 @@ def _read_value(
     Args:
       kind: the type, as an annotation: a dataclass, ``tuple[X, ...]``, ``Mapping[str, X]``,
         ``PartitionSpec``, a plain type, or a union of these.
-      data: the data.
       unwritten: for a dataclass, values for fields that are not in the data.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

@@ -231,7 +231,6 @@ def _is_moved_into_loop(
     products that use its result are in the loop, and the loop as a whole waits for it.
 
     Args:
-      body: the loop body that has the collective.
       chain: the names of its instructions in the body.
       products: the names of instructions with products in the body. An inner loop is one of them
         if its own body has products.

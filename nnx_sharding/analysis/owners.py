@@ -168,9 +168,7 @@ class BufferOwners:
         them. Each buffer begins right after the one before, at the latest.
 
         Args:
-          buffer: the first buffer of the array.
           allocation: the block of memory that the buffer is in.
-          computed: the value that computes the array.
         """
         last = buffer.last
         # The buffers at one offset are in the order of their first steps.

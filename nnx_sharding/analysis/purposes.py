@@ -100,8 +100,6 @@ class _Purposes:
         """Prepares to decide.
 
         Args:
-          module: the program.
-          used: the arguments that the program uses.
           updated: as in `uses_of`.
         """
         self._module = module
@@ -198,7 +196,6 @@ class _Purposes:
         The array's shape chooses among the Variables of the modules that its operations are in.
 
         Args:
-          array: an array that a collective makes.
           home: the name of the computation that the collective is in.
           is_sum: whether the collective adds up arrays of several devices.
         """
@@ -429,7 +426,6 @@ def _usual_shape(row: ParameterRow, trip_counts: Collection[int | None]) -> list
     layers, and the loop has 3 runs over the layers of a stage. It is inside of the loop over ticks.
 
     Args:
-      row: the Variable.
       trip_counts: how often each loop around the array runs, with one entry for each loop; None
         for a loop of unknown length.
     """
@@ -492,7 +488,6 @@ def _returned_by(module: Module, updated: Sequence[str | None]) -> dict[str, tup
     """Finds the instructions whose values are returned, unchanged or added to a Variable.
 
     Args:
-      module: the program.
       updated: the path of the Variable that each array of its result updates, or None.
 
     Returns:

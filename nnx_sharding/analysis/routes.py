@@ -137,7 +137,6 @@ def _torus_route(places: np.ndarray, extents: Sequence[int], hardware: Hardware)
       places: the slice, x, y and z of each device: (4, devices). The cores of one chip have equal
         places. Devices of a group are evenly spaced, because mesh axes are.
       extents: the number of chips along x, y and z in the whole mesh.
-      hardware: the kind of TPU.
     """
     torus: list[tuple[int, float]] = []  # the field of `Route`
     words = []

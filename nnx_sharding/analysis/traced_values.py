@@ -57,10 +57,8 @@ def _walk(
     """Yields the values that a jaxpr makes, with those of the jaxprs inside it.
 
     Args:
-      jaxpr: the jaxpr.
       line_around: the user's line that calls it, for equations without a line of their own.
       scope_around: the name scopes around it, which say the module and the pass.
-      times: how often it runs.
       modules: the paths of the modules that are called.
     """
     for equation in jaxpr.eqns:

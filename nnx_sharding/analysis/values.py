@@ -235,9 +235,6 @@ class Values:
         """Returns a part of an operand, in a list that is empty where damaged text lacks it.
 
         Args:
-          instruction: the instruction.
-          home: the computation that it is in.
-          number: the position of the operand.
           index: which part of the operand; () for all of it.
         """
         names = instruction.operand_names
@@ -256,13 +253,6 @@ class Values:
 
         A loop gives two values: the initial value, and what its body returns. An instruction that
         applies the computation to elements, such as a ``reduce``, gives none. Others give one.
-
-        Args:
-          caller: the instruction.
-          home: the computation that it is in.
-          callee: the computation that it calls.
-          number: which parameter of the callee.
-          index: which part of the parameter.
         """
         if caller.opcode == "while":
             return self._carried(caller, home=home, index=index)
@@ -480,7 +470,6 @@ def _runs(distance: int, *, step: int, direction: str) -> int | None:
 
     Args:
       distance: from the first value of the counter to the limit.
-      step: what each run adds to the counter.
       direction: how the counter compares with the limit while the loop goes on, such as ``LT``.
 
     Returns:

@@ -274,7 +274,6 @@ def _with_narrow_flops(work: Work, dtypes: Collection[str]) -> Work:
     """Returns the work of a product with its flops as 8-bit flops, too, if all factors have 8 bits.
 
     Args:
-      work: the work of the product.
       dtypes: the dtypes of its factors, at least one: ``["s8", "s8"]``. The flops count as
         ``int8_flops``, too, if all dtypes are integers of 8 bits or less, and as ``fp8_flops`` if
         all are floats of 8 bits or less.
@@ -295,10 +294,7 @@ def _dtype_before_conversion(
     the conversion after the product; a conversion that the user wrote has another name.
 
     Args:
-      product: the product.
       factor: which of its operands, 0 or 1.
-      home: the computation that the product is in.
-      module: the program.
 
     Returns:
       The type as HLO writes it; empty if damaged text lacks the instruction that makes the factor.
@@ -335,10 +331,8 @@ def _work_of_kernel(
     flops of the compiler's kernel for ``ragged_dot`` also count as 8-bit flops if they are so.
 
     Args:
-      kernel: the custom call.
       operands: the shapes of what it takes.
       module: the program; None for a kernel in a fusion, whose bytes do not count at all.
-      estimate: the estimate of its author.
     """
     if module is not None:
         shapes = [*kernel.results, *itertools.chain.from_iterable(operands)]

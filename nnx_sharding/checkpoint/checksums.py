@@ -142,7 +142,6 @@ def _words(x: Any, numpy: ModuleType) -> Any:  # np.ndarray or jax.Array, as num
     the words of the real part and of the imaginary part.
 
     Args:
-      x: the array, of NumPy or JAX.
       numpy: ``np`` for an array of NumPy, ``jnp`` for one of JAX.
     """
     if x.dtype == np.bool_:  # JAX cannot view the bits of booleans

@@ -310,7 +310,6 @@ def _standard_args(flat: Flat, arrays: Sequence[NamedArray]) -> Any:
     keys.
 
     Args:
-      flat: the tree to save.
       arrays: the arrays of the tree, with the names under which they are stored.
 
     Raises:

@@ -92,7 +92,6 @@ def _names_in_checkpoint(stored: Stored, arrays: Sequence[NamedArray]) -> dict[i
     checkpoint has a Variable. So plain names, without the "value", are compared as well.
 
     Args:
-      stored: the checkpoint.
       arrays: the arrays of the model that are to be restored.
     """
     by_plain_name = {entry.plain_name: name for name, entry in stored.entries.items()}
@@ -125,7 +124,6 @@ def _shardings(
 
     Args:
       args: the user's ``sharding`` and ``mesh``, and the tree.
-      flat: the tree, flattened.
       arrays: the arrays of the tree that are to be restored.
 
     Raises:
@@ -198,8 +196,6 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
     The error lists all differences.
 
     Args:
-      stored: the checkpoint.
-      targets: the arrays to restore.
       is_part: whether the checkpoint may have other arrays as well.
       cast: whether dtypes may differ.
     """
@@ -268,11 +264,6 @@ def _warn_of_further(stored: Stored, targets: Sequence[_Target], flat: Flat) -> 
     If the model has six layers and the checkpoint has twelve, these are the arrays of layers 6 to
     11. The name of each differs only in numbers from the name of an array that was read. The first
     key has to be equal, because one model of a saved tuple may be restored alone.
-
-    Args:
-      stored: the checkpoint.
-      targets: the arrays that were read.
-      flat: the tree, flattened.
     """
 
     def pattern(name: Name) -> Name:

@@ -157,9 +157,7 @@ def _load_arrays(
     """Reads all arrays, and returns them in the order of ``arrays``.
 
     Args:
-      arrays: the arrays of the model, by path.
       filled_by: for each path the names of the tensors that fill it, and their placements.
-      tensors: the tensors of the files, by name.
 
     Raises:
       CheckpointError: numbers do not fit into the model's dtypes; all such arrays are listed.
@@ -262,7 +260,6 @@ def _load_array(leaf: Any, parts: Parts, misfits: set[str]) -> Array:
 
     Args:
       leaf: the array of the model, which may be abstract.
-      parts: the tensors that fill it.
       misfits: a set to which the dtypes of tensors are added whose numbers do not fit into the
         dtype of the leaf.
 
@@ -298,7 +295,6 @@ def _read_region(
       leaf: the array of the model, whose dtype the result has.
       parts: the tensors that fill the array, each with its placement. Together they fill all of it,
         because `fill_by_rules` has raised an error otherwise.
-      bounds: the region.
       misfits: a set to which the dtypes of tensors are added whose numbers do not fit into the
         dtype of ``leaf``.
     """
@@ -327,7 +323,6 @@ def _boxes_in_region(
 
     Args:
       placement: the place of the tensor in the array.
-      bounds: the region.
       data: the values of the region, which may still be unset.
     """
     # The region is split into chunks, so that converting or transposing takes little memory.
@@ -365,10 +360,6 @@ def _chunks(
     """Splits a region of an array along one dimension into chunks of about `_CHUNK` bytes.
 
     The chunks are larger if no dimension is long enough for so many chunks.
-
-    Args:
-      data: the values of the region.
-      bounds: the region.
 
     Yields:
       The region of a chunk, in the array, and a view of its values.
@@ -466,7 +457,6 @@ def _create_files(
     Args:
       release: the names of the files, and the draft to write them into.
       groups: for each file, the names of its tensors.
-      tensors: all tensors, by name.
     """
     located: dict[str, str] = {}  # the name of the file of each tensor
     for name, group in zip(release.files, groups, strict=True):
@@ -484,7 +474,6 @@ def _fill_file(
 
     Args:
       path: the file, whose header says where each tensor begins.
-      tensors: the tensors of the file, by name.
       advance: a function that is called with each name, to show the progress.
     """
     with path.open("r+b", buffering=0) as file:
@@ -506,10 +495,7 @@ def _write(
     """Writes the shards of an array that this process holds into a tensor.
 
     Args:
-      writer: the writer of the tensor's file.
-      tensor: the tensor.
       placement: the place of the tensor in the array.
-      value: the array.
     """
     for region, data in _shards(value):
         for box, values in _boxes_in_region(placement, region, data):

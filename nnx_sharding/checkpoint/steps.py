@@ -242,7 +242,6 @@ class Checkpoints:
 
         Args:
           step: the number of the step; None for the last one.
-          args: the tree to restore, and options.
           data: a data iterator to set to its state in the step, or None.
 
         Returns:
@@ -298,8 +297,6 @@ class Checkpoints:
         If reading the model fails, the tree is unchanged, and the data get their old state back.
 
         Args:
-          step: the number of the step, which exists.
-          args: the tree to restore, and options.
           data: a data iterator, or None.
         """
         old_state = None
@@ -381,7 +378,6 @@ def _no_iterator(data: object, or_state: str = "") -> TypeError:
     """Returns the error for data without a state, such as a loader in place of its iterator.
 
     Args:
-      data: what the user passed.
       or_state: what else may be passed, for the text.
     """
     text = (

@@ -297,7 +297,6 @@ def _entries(caller: str, folder: FilePath, metadata: Any) -> dict[Name, Entry]:
 
     Args:
       caller: the function that the user called, for messages.
-      folder: the folder of the checkpoint.
       metadata: Orbax's description of the checkpoint, of a type that Orbax does not export.
 
     Raises:

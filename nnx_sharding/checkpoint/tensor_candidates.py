@@ -356,7 +356,6 @@ def _layouts_in_array(
       axes: the dimensions of the array, such as ``["in", "h", "d"]``.
       outer: the axis along which parts follow each other: ``"out"``, ``"h"`` or ``"k"``.
       size: the size of this axis in the array.
-      fused: the part that the tensor is.
     """
     # If each part were a single row, the axis would be a dimension for parts, which `_layouts`
     # yields. If each head had all parts, a part would be no range of the axis.
@@ -389,7 +388,6 @@ def _layouts_in_tensor(
       axes: the dimensions of the array, such as ``["in", "h", "d"]``.
       outer: the axis along which parts follow each other: ``"out"``, ``"h"`` or ``"k"``.
       size: the size of this axis in the array: 8 for queries.
-      fused: the part that the array is.
     """
     # The numbers of elements. In the example, q, k and v have 8, 2 and 2 times those of a head.
     elements = [math.prod(shape) for shape in fused.shapes]

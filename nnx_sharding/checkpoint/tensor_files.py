@@ -235,10 +235,7 @@ def _checked_tensors(file: BinaryIO, entries: Mapping[str, Any], start: int, end
     raises any error of wrong JSON data. `read_header` catches and reports these errors.
 
     Args:
-      file: the file, for the tensors.
-      entries: the header.
       start: the position of the first tensor's first byte in the file.
-      end: the length of the file.
     """
     tensors: Tensors = {}
     ranges: list[tuple[int, int, str]] = []

@@ -336,7 +336,6 @@ class _Matching:
         """Adds the rule of an array to the rules of each of its tensors.
 
         Args:
-          fit: the array and its tensors.
           way: the way in which the tensors fill it.
         """
         tensor = way.rule(fit.link.path(fit.numbers))
@@ -413,8 +412,6 @@ class _Matching:
         If another tensor fills the array with the same role, the line names both.
 
         Args:
-          name: the name of the tensor.
-          group: the group that the tensor is in.
           numbers: the numbers of the tensor, such as the number of its layer.
         """
         for link in self._links:
@@ -581,7 +578,6 @@ def _with_numbers(path: str, tensor: Tensor, numbers: Numbers) -> Tensor:
     """Returns the rule of one tensor and one array, with numbers in place of ``{0}``, ….
 
     Args:
-      path: the path of the array.
       tensor: the rule of the array for all tensors of a template.
       numbers: the numbers of the tensor. The axis ``{i}`` of the array gets the name ``stack{i}``,
         and the tensor is put at its index ``numbers[i]``.

@@ -275,7 +275,6 @@ class Links:
 
         Args:
           tensor_part: the part that tensors are, such as ``q``.
-          array_part: the part that arrays are.
           may_have_link: whether the tensors may have a link already, for example an embedding that
             is the head as well.
 

@@ -118,10 +118,7 @@ def _place(
     """Places a tensor in an array by a rule.
 
     Args:
-      name: the name of the tensor.
-      tensor: the tensor.
       target: the rule, the path of the array, and the texts that the pattern's groups matched.
-      array: the array.
 
     Returns:
       A pair: the placement, or None if there is none; and a line of the error about the shapes,

@@ -398,10 +398,7 @@ def _places_by_rule(
     ``h.3.e.1``. Nothing is yielded if the rule is not for this path.
 
     Args:
-      rules: all rules.
       pattern: the pattern of the rule, for the names of the tensors.
-      tensor: the rule.
-      path: the path of the array.
       shape: the shape of the array.
 
     Raises:
@@ -447,7 +444,6 @@ def _path_pattern(pattern: re.Pattern[str], template: str) -> re.Pattern[str]:
 
     Args:
       pattern: the rule's pattern for the names of tensors.
-      template: the rule's path.
     """
     contents = []  # the content of each group of the pattern: `\d+`
     for part in _PART.finditer(pattern.pattern):

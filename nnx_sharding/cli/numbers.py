@@ -115,7 +115,6 @@ def _check(
     Args:
       target: the name of the user's function, which makes the step and its arguments.
       sizes: the sizes of the mesh axes by name.
-      types: the type of each axis.
       config: the name of the configuration for the function; None to make its default smaller.
       **options: the options of `assert_same`.
 
@@ -163,7 +162,6 @@ def _chosen_config(
     None for a function without the parameter.
 
     Args:
-      target: the name of the user's function.
       build: makes the step and its arguments from a configuration.
       parameter: the parameter ``config`` of the function; None if it has none.
       name: the name of a configuration; None if the user named none.

@@ -210,11 +210,6 @@ def _add_parser(
     """Adds a command that calls a function of the user, with the options for this.
 
     Args:
-      subparsers: those of argparse.
-      name: the name of the command.
-      run: runs it and returns the exit code.
-      summary: what it does, as an infinitive.
-      epilog: examples and exit codes.
       devices: the help for ``--devices``.
     """
     description = f"Calls a function of yours, to {summary}.\n{_WITHOUT_DEVICES}"
@@ -511,7 +506,6 @@ def _check_donate(arguments: argparse.Namespace, target: str, function: object) 
     """Checks that ``--donate``, if it is given, fits what a user's function returned.
 
     Args:
-      arguments: the command line.
       target: what the user's function is called in messages.
       function: the function to jit, or anything else that was returned in its place.
 
@@ -545,7 +539,6 @@ def _make_plan(arguments: argparse.Namespace, target: str, value: object) -> Pla
     """Searches for the mesh and the strategy of a step that the user's function returned.
 
     Args:
-      arguments: the command line.
       target: what the user's function is called in messages.
       value: what it returned: ``(step, *arguments)``; a mapping from names of variants to such
         tuples; or what ``plan`` returned.
@@ -662,7 +655,6 @@ def _make_report(arguments: argparse.Namespace, target: str, value: Any) -> Prog
     """Compiles a program that a function returned, and returns its report.
 
     Args:
-      arguments: the command line.
       target: what the user's function is called in messages.
       value: what it returned: a report, or anything that `_stage_of` takes.
     """
@@ -700,7 +692,6 @@ def _stage_of(
     """Returns the program that the user's function returned, or traces the function it returned.
 
     Args:
-      arguments: the command line.
       target: what the user's function is called in messages.
       value: what it returned: ``(function, *arguments)``, a function without arguments, or a stage
         of a program.
@@ -733,7 +724,6 @@ def _make_comparison(arguments: argparse.Namespace, target: str, value: object) 
     """Compares the strategies that a function returned.
 
     Args:
-      arguments: the command line.
       target: what the user's function is called in messages.
       value: what it returned: the arguments of ``compare``, as ``(strategies, function,
         *arguments)``; the result of ``compare``; or a mapping from names to programs.

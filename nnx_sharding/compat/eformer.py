@@ -600,7 +600,6 @@ def _map_arrays_of_variables(tree: object, read: Callable[[Any], Any]) -> Any:
     """Returns the tree with the results of a function in the place of its arrays.
 
     Args:
-      tree: modules, Variables and arrays.
       read: a function that returns a result for an array, such as its spec, or ``_NO_RESULT``.
 
     Raises:

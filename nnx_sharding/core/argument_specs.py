@@ -84,9 +84,7 @@ def _specs_by_name(
 
     Args:
       specs: the user's tuple. Static parameters are left out, or have None.
-      parameters: the parameters of the function.
       signature: the names and roles of the arguments of this call.
-      option: the name of the specs in messages.
 
     Raises:
       ValueError: the number of specs is wrong.
@@ -160,10 +158,6 @@ def _wrong_number(
     """Returns the error for a wrong number of specs.
 
     Args:
-      option: the name of the specs in messages.
-      specs: the user's tuple of specs.
-      fun_name: the name of the function.
-      names: the names of positional parameters.
       static: the names of parameters that need no spec.
       missing: the names of parameters that need a spec, but have none.
       taken: the spec of each parameter that has one, by name.
@@ -202,10 +196,7 @@ def _spec_of_positional(
     Args:
       specs: the specs by the names of parameters. If the user gave a tuple, they are also by the
         names of arguments in ``*args``.
-      parameters: the parameters of the function.
       signature: the names of the arguments of this call.
-      position: the position of the argument.
-      option: the name of the specs in messages.
       default: the spec of arguments that ``specs`` does not mention.
 
     Raises:
@@ -238,8 +229,6 @@ def _spec_of_keyword(
     """Returns the spec of an argument that is passed by keyword, from specs by name.
 
     Args:
-      specs: the specs by the names of parameters.
-      parameters: the parameters of the function.
       name: the name of the argument, of a parameter or in ``**kwargs``.
       default: the spec of arguments that ``specs`` does not mention.
     """

@@ -104,7 +104,6 @@ def _take_child(value: object, children: Iterator[Child]) -> Child:
     """Takes the children for the leaves of an argument; returns one child for the argument.
 
     Args:
-      value: the argument.
       children: the children for the leaves of this and all later arguments, one after the other.
     """
     if _compat.is_graph_object(value):  # a leaf here, but JAX would flatten a module further
@@ -161,9 +160,7 @@ def _broadcast_or_raise(prefix: Any, skeleton: Any, name: str, caller: str) -> l
     """Returns the spec of each leaf of an argument; a ``ValueError`` lists all mismatches.
 
     Args:
-      prefix: the user's specs for the argument.
       skeleton: the argument, with numbers instead of modules, Variables and arrays.
-      name: the name of the argument, in messages.
       caller: the function and the option with the specs, in messages.
     """
     try:
@@ -238,7 +235,6 @@ def _mismatches(prefix: object, full: object, place: str) -> Iterator[str]:
     """Yields a line for each mismatch of specs and a pytree, such as ``batch: no spec for 'y'``.
 
     Args:
-      prefix: the specs.
       full: the pytree; its leaves stand for modules, Variables and arrays.
       place: the expression for the pytree, such as ``batch["x"]``.
     """

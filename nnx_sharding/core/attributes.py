@@ -116,7 +116,6 @@ def _static_comparisons(form: _compat.NodeForm, children: Sequence[Child]) -> by
     The byte of an attribute that may be data is 0, because each module records it for itself.
 
     Args:
-      form: the form of the module.
       children: one for each attribute, in the order of ``form.keys``.
     """
     comparisons = bytearray(len(children))
@@ -132,8 +131,6 @@ def _attribute_child(
     """Returns the child for the value of an attribute.
 
     Args:
-      flattener: the walk.
-      value: the value.
       is_data: whether the attribute is data to Flax; None if the value decides.
       position: where a recorder can read the value again; ``UNRECORDED`` if nowhere.
     """

@@ -315,11 +315,7 @@ def _write_back(
     output is raised after the changes, because the old arrays are gone.
 
     Args:
-      plan: the plan of the call.
-      flat: the arguments, as the caller passed them.
       leaves: the arrays of the arguments, as they were placed.
-      groups: the outputs.
-      outcome: says which arrays the outputs are.
       placed: the slots of the arrays that were placed.
       last_operation: is run at the end of the step that changes the objects.
 
@@ -373,8 +369,6 @@ def _check_updatable(plan: Plan, objects: Objects, outcome: Outcome) -> None:
 
     Args:
       plan: has the names of Variables, and the structure of the arguments.
-      objects: the objects of the arguments, by index.
-      outcome: says which objects the call has changed.
     """
     # The indices of Variables whose arrays or metadata changed, and of changed modules.
     changed = (*outcome.values, *outcome.metadata, *(change.node for change in outcome.nodes))

@@ -231,7 +231,6 @@ def _is_compared(transform: Sharded, leaf: AnyArray, mesh: AnyMesh) -> bool:
 
     Args:
       transform: says whether JAX gets the declared shardings as an option.
-      leaf: the argument.
       mesh: the mesh in the type of the argument, which may be empty.
     """
     if mesh.empty and not isinstance(leaf, jax.core.Tracer):
@@ -294,8 +293,6 @@ def _other_shardings(
     says what to do. References are not left out, because they cannot be moved as it advises.
 
     Args:
-      plan: has the declared shardings.
-      leaves: the arrays of the call, by slot.
       is_wanted: selects arrays with a ``sharding``.
     """
     for slot, declared in passed_shardings(plan).items():

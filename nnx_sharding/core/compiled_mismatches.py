@@ -64,8 +64,6 @@ def _check_compiled_shardings(
     """Yields a line for each array with another sharding than the program was compiled for.
 
     Args:
-      plan: has the names of the arrays.
-      leaves: the arrays of the call, by slot.
       shardings: the shardings of the program's inputs, by slot; None for an input that the program
         does not read.
     """

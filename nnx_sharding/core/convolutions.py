@@ -300,7 +300,6 @@ def _output_shape(
     Args:
       sizes: the spatial shape of the padded input.
       window: the spatial shape of the kernel.
-      strides: the distance of windows in the input.
       dilation: the distance of the positions of one window in the input.
     """
     outputs = []
@@ -316,7 +315,6 @@ def _slice(
     """Returns a strided slice of the spatial dimensions, the last ones of ``x``.
 
     Args:
-      x: the array.
       starts: the first position in each spatial dimension: an int, or a tracer in a loop.
       sizes: the number of positions in each spatial dimension.
       steps: the distance of positions in each spatial dimension.
@@ -339,7 +337,6 @@ def _sum(term: Callable[[Sequence[Any]], jax.Array], sizes: Sequence[int]) -> ja
 
     Args:
       term: returns the term of a position, which has one index for each dimension.
-      sizes: the number of positions in each dimension.
     """
     if math.prod(sizes) <= _MAX_UNROLLED:
         terms = map(term, itertools.product(*map(range, sizes)))

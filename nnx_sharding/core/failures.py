@@ -78,10 +78,7 @@ def _explanation(
     Adds notes to ``error`` about captured objects and arguments in host memory.
 
     Args:
-      plan: the plan of the call.
-      leaves: the arrays of the call, by slot.
       error: the error by which JAX refused the arrays.
-      fun: the user's function.
     """
     # Errors of the user's function get notes as well, so the notes come before all checks.
     if isinstance(error, _compat.TraceContextError):

@@ -117,8 +117,6 @@ class FilterUse:
 
         Args:
           match: the filter that decided, and the path that it matches.
-          subject: the Variable or array.
-          argument: the name of the argument with it.
         """
         self._matched.add(match.number)
         first_later = 0 if match.number is None else match.number + 1  # None: no filter matches

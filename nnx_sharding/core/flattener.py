@@ -326,7 +326,6 @@ class Flattener:
         """Returns the child for a leaf of a pytree: an array, an object, or a static value.
 
         Args:
-          leaf: the leaf.
           position: where a recorder can read the leaf again.
           all_leaves: whether any leaf counts as an array. In attributes of a module, numbers and
             the like are static.
@@ -349,8 +348,6 @@ class Flattener:
         """Returns the child for a pytree: a ``Container``, or its only child if it is a leaf.
 
         Args:
-          treedef: describes the pytree.
-          children: one for each leaf of the pytree.
           data_positions: where a recorder can read the data of the nodes again.
         """
         if is_leaf_treedef(treedef):

@@ -62,7 +62,6 @@ def _is_comparable(
 
     Args:
       flattener: the walk, which has read a plain copy of the Variable.
-      variable: the hijax Variable.
       parts: what the copy holds, in order: ``LEAF`` for an array, or the index of an object.
       first_slot: the slot of the first array in the copy.
     """

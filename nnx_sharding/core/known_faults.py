@@ -107,11 +107,6 @@ def _refuse_gradient(name: str, axes: tuple[Any, ...], x: jax.Array) -> jax.Arra
     """Returns an array unchanged. The derivative is `_raise_no_gradient`, which raises an error.
 
     JAX asks for the derivative only if something differentiates the array.
-
-    Args:
-      name: the name of the function that maps.
-      axes: the axes over which the array varies.
-      x: the array.
     """
     return x
 

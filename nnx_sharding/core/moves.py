@@ -120,7 +120,6 @@ def _in_device_order(array: AnyArray, target: NamedSharding, devices: object) ->
 
     Args:
       array: an array on the devices of the target, in any order.
-      target: the sharding that the array gets next.
       devices: the devices of the target, in their order.
     """
     if _compat.device_assignment(array.sharding) == devices:
@@ -174,12 +173,7 @@ def _put_batch(batch: Sequence[tuple[Move, np.ndarray[Any, Any]]]) -> None:
 
 
 def _own_parts(array: AnyArray, target: Sharding) -> Any:
-    """Returns an array of several processes; this process puts the parts for its own devices.
-
-    Args:
-      array: the whole array, which each process has.
-      target: the sharding of the result.
-    """
+    """Returns an array of several processes; this process puts the parts for its own devices."""
     host_array = array if isinstance(array, np.ndarray) else joined(array)
     # The dtype is that of JAX, as in `joined`: without x64, 64-bit types become 32-bit ones.
     dtype = jax.dtypes.canonicalize_dtype(host_array.dtype)

@@ -186,8 +186,6 @@ def _compare(
 
     Args:
       plan: has the structure before the call, and the specs of its arrays.
-      leaves: the arrays before the call, by slot.
-      flat_after: the graph after the call.
       specs: the spec of each array after the call, by slot.
 
     Returns:
@@ -248,10 +246,7 @@ def _unchanged_sources(
 
     Args:
       plan: has the structure before the call, and the specs of its arrays.
-      leaves: the arrays before the call, by slot.
-      flat_after: the graph after the call.
       specs: the spec of each array after the call, by slot.
-      index: the index of the object.
     """
     unchanged: dict[int, Source] = {}
     # `slots_before` leaves out arrays in places that the object did not have before.
@@ -271,7 +266,6 @@ def _group_numbers(plan: Plan, specs: Sequence[Spec], names: Sequence[str]) -> d
     Args:
       plan: has the specs that an output can have.
       specs: the spec of each array after the call, by slot.
-      names: the expression for each array, by slot.
     """
     numbers = {spec: number for number, spec in enumerate(plan.out_specs)}
     # JAX needs the specs before the trace. The function in a prefix of `nnx.prefix` is asked about

@@ -187,9 +187,7 @@ def _is_resharded(current: Any, target: Sharding | Format, ndim: int) -> bool:
     """Whether a program reshards an array, because its own devices have to exchange parts.
 
     Args:
-      current: the sharding that the array has.
       target: the sharding that it gets. No program is made for a ``Format``.
-      ndim: the number of dimensions of the array.
     """
     if not isinstance(target, NamedSharding) or current.device_set != target.device_set:
         return False
@@ -243,8 +241,6 @@ def _is_joined(
     because the devices of the target need parts that no device has as a whole.
 
     Args:
-      current: the sharding that the array has.
-      target: the sharding that the array gets.
       shape: the shape of the array.
       is_weak: whether the array's type is weak, like that of a Python number.
       is_ours: whether the array may be freed.

@@ -308,9 +308,7 @@ def _arguments(
 
     Args:
       transform: has the user's specs (``in_specs``).
-      parameters: the parameters of the user's function.
       call: the arguments; ``call.tree`` has the dynamic ones, positional and by keyword.
-      structure: describes the arguments.
     """
     signature, option = call.signature, transform.in_name
     # A prefix of specs for each dynamic argument: (by position, by keyword).
@@ -330,8 +328,6 @@ def _locate_arrays(
 
     Args:
       transform: the transform. A transform with shardings takes arrays only.
-      arguments: the dynamic arguments, with the user's specs.
-      flat: the same arguments, flattened.
     """
     locations = locate(flat.structure, arguments)  # of Variables and bare arrays
     expressions = slot_names(len(flat.leaves), locations)  # "" for an array without one
@@ -352,10 +348,8 @@ def _donated_slots(
     """Returns the slots of the arrays in donated arguments, which JAX may overwrite.
 
     Args:
-      structure: describes all arguments.
       signature: says which arguments are donated, by position or by keyword.
       arguments: the dynamic arguments: the positional ones, then those by keyword.
-      locations: where the arrays are.
     """
     keys = (*signature.dynamic, *signature.dynamic_keywords)  # the keys of ``arguments``
     pairs = zip(keys, arguments, strict=True)
@@ -378,7 +372,6 @@ def _shardings_to_place(
 
     Args:
       transform: the transform; JAX itself moves all other arrays, or raises an error.
-      structure: describes the arguments.
       shardings: the declared sharding of each array, or None.
       attributes: the arrays that are attributes of modules, and that a call may replace, by slot.
     """

@@ -111,8 +111,6 @@ def _trace(plan: Plan, caller: Caller, leaves: Arrays) -> tuple[Any, ...]:
     are found. In the caller's own objects, changes of another thread would be found as well.
 
     Args:
-      plan: the plan of the call.
-      caller: the call that is traced.
       leaves: the tracers of all arrays of the arguments, by slot.
     """
     # The function may see other types than JAX gives, such as Auto instead of Explicit mesh axes:
@@ -193,7 +191,6 @@ def _call_function(
     """Calls the user's function; returns its result, and a snapshot of its arguments before that.
 
     Args:
-      plan: the plan, which describes the static arguments.
       caller: the call that is traced; ``caller.fun`` is the user's function.
       arrays: the tracers of the arguments, with their outer types and as the function sees them.
       unflattened: copies of the dynamic arguments, which hold the arrays that the function sees.
@@ -225,8 +222,6 @@ def _flatten_after(
     compared. Raises errors for changes that the function must not make.
 
     Args:
-      plan: the plan of the call.
-      output: what the function returned.
       unflattened: the copies of the arguments that the function got.
       carried: the indices of Variables that the function may return even without graph updates.
       snapshot: the arguments before the call; unchanged objects are not read again.
@@ -295,9 +290,6 @@ def _output_specs(
     about the output, and the spec of an argument decides about new arrays in it.
 
     Args:
-      plan: the plan of the call.
-      leaves: the arrays before the call, by slot.
-      flat_after: the graph after the call.
       locations: where new Variables and arrays are in the output and the arguments.
       names: the expression for each array after the call, by slot.
 
@@ -341,8 +333,6 @@ def _keep_specs(
 
     Args:
       plan: the plan of the call, with the structure and the specs before the call.
-      leaves: the arrays before the call, by slot.
-      new_structure: the structure after the call.
       resolved: the specs that were found for the arrays after the call; changed in place.
 
     Returns:

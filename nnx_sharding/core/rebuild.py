@@ -161,9 +161,7 @@ def _node_operations(
 
     Args:
       change: the attributes that differ, in terms of ``after``.
-      after: describes the new state.
       leaves: the arrays of the new state, by slot.
-      objects: the existing objects, by index.
     """
     attributes: list[tuple[Any, Any]] = []  # names and new values
     for name, (child, slots) in change.changed:

@@ -144,7 +144,6 @@ def _disagreements(
     """Yields a conflict for each path of a shared Variable that has another spec than the first.
 
     Args:
-      named: where the Variable is.
       matches: the filters that decide about the Variable, each with the path for which it was
         tried, and with the user's spec.
       spec_of: returns the final form of a spec. It is needed because two specs may differ as

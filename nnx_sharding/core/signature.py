@@ -238,7 +238,6 @@ class Parameters:
 
         Args:
           option: the name of the option that declares the role, for messages.
-          declared: the parameters that have the role.
           num_positional: the number of positional arguments of the call, with bound ones.
           keywords: the names of the keyword arguments of the call.
 

@@ -79,7 +79,6 @@ def _mesh_mismatches(transform: Sharded, spec: Spec, mesh: AnyMesh) -> Sequence[
     Args:
       transform: has the mesh of the call (``context``). This is None if each spec is a sharding
         with a mesh.
-      spec: the spec or sharding.
       mesh: the mesh of the sharding, or the mesh of the call for a spec.
     """
     context = transform.context
@@ -118,10 +117,7 @@ def _names_by_spec(
     This asks all filters again, which takes long, so it is only called for an error.
 
     Args:
-      specs: the specs.
       locations: where the arrays are, each with the user's spec for its part.
-      objects: the objects, by index.
-      leaves: the arrays, by slot.
     """
     names: dict[Any, list[str]] = {spec: [] for spec in specs}
     for named in locations:

@@ -125,10 +125,6 @@ def _children(
     """Returns the children for the parts of a static object: its items, then its attributes.
 
     Args:
-      flattener: the walk.
-      obj: the object.
-      kind: the object's kind.
-      parts: the object's parts, in the same order.
       position: where a recorder can read the object again; ``UNRECORDED`` if nowhere.
     """
     # One position for each part; without a recorder, this is `UNRECORDED` without end.

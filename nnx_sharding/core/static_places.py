@@ -110,8 +110,6 @@ def _misplaced(structure: Structure, starts: Iterable[_Place], uncopied: Set[int
     """Yields a line of a message for each Variable or array in a static place.
 
     Args:
-      structure: describes all objects.
-      starts: where the search begins.
       uncopied: the indices of the objects that a trace does not copy.
     """
     # The objects that were searched: the index, and whether the place was in a static argument.
@@ -156,7 +154,6 @@ def _places_below(
     """Returns the places in an object that are searched.
 
     Args:
-      place: where the object is.
       holder: describes the object. An object that is not described (None) has no places.
       in_uncopied: whether a trace gets no copy of the object, or of an object that it is in.
     """
@@ -192,10 +189,6 @@ def _arrays_in(place: str, value: object) -> Iterator[str]:
 
     Such a value is an array, or a tuple, frozenset or dataclass of such values. A list or dict is
     not searched here, because it can change, so it is an object of the table.
-
-    Args:
-      place: the expression for the value.
-      value: the value.
     """
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, jax.Array):

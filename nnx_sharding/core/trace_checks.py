@@ -215,7 +215,6 @@ def _paths_to_tracers(entry: Entry | None, static_ids: Set[int]) -> Iterator[Pat
     is ``("config", "scale")``.
 
     Args:
-      entry: describes the object.
       static_ids: the ids of static values that were there before the call, and are left out.
     """
     # Nearly all objects have no such values. This test looks at the same static values, at any

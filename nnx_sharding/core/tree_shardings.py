@@ -180,9 +180,6 @@ class _Fitter:
         a ``SingleDeviceSharding`` or a ``Format``, is returned as it is.
 
         Args:
-          slot: the position of the array.
-          name: the expression for the array, in messages.
-          leaf: the array, or another value.
           spec: the spec, sharding or format of the array, or None.
         """
         spec = self.adapt(spec, leaf)
@@ -228,8 +225,6 @@ class _Fitter:
         """Returns how the sharding of an array fits, and the mesh of its spec.
 
         Args:
-          slot: the position of the array.
-          leaf: the array.
           sharding: the spec or sharding; None fits, and leaves the array as it is.
           pair: the spec and the mesh of ``sharding``; None if it has no spec.
         """

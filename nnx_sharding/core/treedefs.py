@@ -48,7 +48,6 @@ def _child_keys(data: tuple[type, Any], count: int) -> Iterable[Any]:
 
     Args:
       data: the class and the auxiliary data of the container.
-      count: the number of its children.
     """
     node_type, aux = data
     if node_type is dict:  # the auxiliary data are the keys

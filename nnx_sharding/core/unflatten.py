@@ -108,12 +108,10 @@ def _new_object(
     made with their arrays.
 
     Args:
-      entry: describes the object.
       static_metadata: a cache: the metadata of Variables, except settings that link to objects, by
         the id of ``entry.metadata``. The metadata of this entry are added.
       trace_state: Flax's record of the current trace, for a new Variable.
       slots: the slots of the arrays of the object.
-      leaves: all arrays.
     """
     if isinstance(entry, NodeEntry):
         return _compat.new_node(entry.type, entry.metadata)

@@ -334,7 +334,6 @@ def _label_of_part(label: str, whole: object, path: Path, signature: Signature) 
       whole: the part: a container, or the entry of an object.
       path: where it is in the part: ``("up", "kernel")`` for ``model.up.kernel``; empty for the
         value of a Variable, ``model.step[...]``.
-      signature: the names of the arguments.
     """
     # All arguments together are the pair (args, kwargs). For a function of ``(model, x)``, the path
     # (0, 1, "image") is ``x['image']``, and (1, "train") is ``train``. A path of one key names
@@ -378,7 +377,6 @@ def _fact(text: str, part: Leaf | Container | Entry) -> Fact:
     list becomes a dict, for example, the treedef of the list changes too, but the item is listed.
 
     Args:
-      text: the part in a message.
       part: ``LEAF`` for an array, a container, or the entry of an object.
     """
     # The content is the kind of the part, so that an array that becomes a list counts as replaced.

@@ -119,7 +119,6 @@ def _attend(layout: Layout, local: LocalAttention, arrays: AttentionArrays) -> j
     Args:
       layout: the mesh axes; those of the sequence shard queries, keys and values.
       local: the attention of one device, with its queries and all keys.
-      arrays: the arrays of all devices.
 
     Returns:
       The outputs of all queries, sharded as the queries.

@@ -204,11 +204,9 @@ def _visibility(
     Queries and keys have the same positions and segments, because these are of one sequence.
 
     Args:
-      rule: the options of attention.
       query: the queries, (b, queries, heads, features).
       key: the keys, (b, keys, key heads, features).
       mask: the mask of the user, with up to four dimensions; None without one.
-      options: the keywords of the user.
 
     Returns:
       The visibility, which has the info of the queries, and the info of the keys.
@@ -397,7 +395,6 @@ def _rotate(rope: Callable[..., jax.Array], x: jax.Array, positions: ArrayLike |
 
     Args:
       rope: the function of the user, of (batch, heads, length, features), and positions.
-      x: the queries or keys.
       positions: the positions of tokens, (length,) for all rows, or (batch, length); None if tokens
         are in order.
     """

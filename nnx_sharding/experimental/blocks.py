@@ -638,13 +638,6 @@ def _if_visible(
 
     Only a cheap test of the first and last positions decides (:func:`may_attend`). Segments and
     masks are not tested, so keys that only these hide are added, with weights of 0.
-
-    Args:
-      rule: the options.
-      queries: the info of some queries.
-      keys: the info of some keys.
-      add: adds what these queries and keys contribute.
-      state: a pytree of arrays.
     """
     for info in (queries, keys):
         # Positions of (b, tokens) differ from row to row, so keys that are hidden in one row may be

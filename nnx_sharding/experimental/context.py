@@ -160,12 +160,7 @@ def context_parallel(
 def _head_axes(
     parameters: Iterable[NamedVariable], specs: Mapping[Path, PartitionSpec]
 ) -> tuple[str, ...]:
-    """Finds the axes that shard the heads of queries, in the specs of the kernels of queries.
-
-    Args:
-      parameters: the parameters of the model.
-      specs: the spec of each parameter, by path.
-    """
+    """Finds the axes that shard the heads of queries, in the specs of the kernels of queries."""
     head_axes: dict[str, None] = {}  # a set in order
     for parameter in parameters:
         # (features, heads, features of a head), perhaps after dimensions of stacked layers.
@@ -188,7 +183,6 @@ def _check_attention(caller: str, model: object, num_devices: int) -> None:
 
     Args:
       caller: the name of the strategy, for the message.
-      model: the model.
       num_devices: the number of devices that share a sequence.
     """
     functions = [_attention_of(module)[0] for module in modules_of(model)]

@@ -199,9 +199,7 @@ def _wrong_mesh(
 
     Args:
       x: the tokens; the first dimension are the groups.
-      num_experts: the number of experts.
       mesh: the mesh; None for one device, which has everything.
-      expert_axis: the axis that shards the experts.
       group_axes: all axes that shard the groups, ``expert_axis`` among them.
       mapped_axes: the axes of a ``shard_map`` around the call.
     """
@@ -351,8 +349,6 @@ class _Dispatch(NamedTuple):
         Args:
           fun: the function of one device's part of the arguments.
           args: the arguments of all devices together. Without a mesh, one device has all.
-          in_specs: the spec of each argument.
-          out_specs: the specs of the results.
         """
         if self.mesh is None:
             return fun(*args)
@@ -450,7 +446,6 @@ class _Dispatch(NamedTuple):
         Args:
           rows: the rows sorted by expert, (groups, C, features).
           starts: the first row of each expert, (groups, experts).
-          capacity: the number of rows in a block.
 
         Returns:
           A tuple of the rows of the device's experts, (rows, features), one expert after the other;
@@ -670,7 +665,6 @@ def _to_experts(dispatch: _Dispatch, rows: jax.Array, sizes: jax.Array, received
     """Sends rows to the devices of their experts.
 
     Args:
-      dispatch: where the experts are.
       rows: the rows sorted by device, (C, features).
       sizes: how many rows each device gets, (devices,).
       received: how many rows each device sends to this one, (devices,).
@@ -716,7 +710,6 @@ def _from_experts(
     """Sends rows back: the inverse of :func:`_to_experts`, with the same ``sizes``, ``received``.
 
     Args:
-      dispatch: where the experts are.
       blocks: the rows to send to each device, (devices · C, features).
       sizes: how many rows of this device each device has, (devices,).
       received: how many rows of each device this one has, (devices,).

@@ -278,10 +278,6 @@ def _build_on_host(step: _Step, source: Sequence[Any]) -> list[Any]:
 
     They are sources as they are, or arrays that NumPy builds of them. The list is empty for a step
     with a program.
-
-    Args:
-      step: the step.
-      source: the arrays of the source, by slot.
     """
     if step.program is not None:
         return []
@@ -317,10 +313,7 @@ def _run(
     """Moves the arrays of the source into the target, and returns the user's target.
 
     Args:
-      steps: how they are moved.
       on_host: for each step without a program, the arrays that it moves; else an empty list.
-      source: the arrays of the source, by slot.
-      target: the target, flattened.
       donate: whether to delete each array of the source once no step needs it.
     """
     donation = _Donation(steps, source) if donate else None
@@ -358,12 +351,7 @@ class _Donation:
     """
 
     def __init__(self, steps: Sequence[_Step], source: Sequence[Any]) -> None:
-        """Counts the uses of arrays.
-
-        Args:
-          steps: all steps that will run.
-          source: the arrays of the source, by slot.
-        """
+        """Counts the uses of arrays."""
         self.source = source
         used = [x for step in steps for x in self._sources_of(step)]
         self.total = Counter(map(id, used))
@@ -385,7 +373,6 @@ class _Donation:
         """Deletes the sources of a step that ran, except those that a later step or the target has.
 
         Args:
-          step: the step.
           new: the arrays that the target got from the step.
         """
         used, kept = self._sources_of(step), set(map(id, new))
@@ -401,9 +388,7 @@ def _run_step(
     """Returns the arrays of a step's goals where they belong; devices may still compute them.
 
     Args:
-      step: the step.
       on_host: the arrays that the step moves if it has no program.
-      source: the arrays of the source, by slot.
       reusable: the ids of arrays of the source that the target may get without a copy.
     """
     if step.program is not None and step.is_final:  # nothing has to be moved afterwards
@@ -439,7 +424,6 @@ def _copied(
     all, so each round moves every array once.
 
     Args:
-      arrays: the arrays.
       shardings: the sharding of each copy; None leaves an array as it is.
       reusable: the ids of arrays that need not be copied. Each of them is given once.
     """
@@ -483,8 +467,6 @@ def _plan(
     """Returns the plan by which the arrays of one model are moved into those of another.
 
     Args:
-      source: the source, flattened.
-      target: the target, flattened.
       rules: for each array of the source, the array of the target to which it belongs. With
         ``reverse``, rules lead from the target to the source, as rules for saving do.
       reverse: see ``rules``.
@@ -546,7 +528,6 @@ def _goal(
     """Returns the goal for an array of the target: how it is made of its sources.
 
     Args:
-      target: the array as it is, or abstract.
       sources: the arrays of the source from which it is made.
       placements: for each source, the part of the target that it fills, and the layout.
     """
@@ -632,9 +613,7 @@ def _built(
     Args:
       placements: for each source, the part of the array that it fills, and the layout.
       shape: the shape of the array.
-      dtype: the dtype of the array.
       is_weak: whether the array has a weak type.
-      *arrays: the sources.
     """
     if isinstance(arrays[0], np.ndarray):  # all sources are on the host (`_obstacles`)
         return _assembled(arrays, placements, np).reshape(shape).astype(dtype)
@@ -656,7 +635,6 @@ def _assembled(sources: Sequence[Any], placements: Sequence[Placement], numpy: M
     dimension for each axis.
 
     Args:
-      sources: the sources.
       placements: for each source, the part that it fills, and the layout.
       numpy: the module that joins, of NumPy or JAX.
     """
@@ -754,8 +732,6 @@ def _steps(goals: Sequence[_Goal], leaves: Sequence[Any], donate: bool) -> list[
     """Groups arrays into steps: one for all on the same devices, or several to limit memory.
 
     Args:
-      goals: the arrays of the target.
-      leaves: the arrays of the source, by slot.
       donate: whether the source gives its arrays up.
     """
     largest, total = max(goal.nbytes for goal in goals), sum(goal.nbytes for goal in goals)
@@ -777,8 +753,6 @@ def _batches(
     """Splits arrays into batches of arrays that the same devices build and that may be in one step.
 
     Args:
-      goals: the arrays of the target.
-      leaves: the arrays of the source, by slot.
       donate: whether the source gives its arrays up.
       most_bytes: the bytes of a batch in which arrays are freed after the step.
 
@@ -815,7 +789,6 @@ def _programs(goals: Sequence[_Goal], leaves: Sequence[Any], largest: int) -> li
 
     Args:
       goals: the arrays, whose sources are on the same devices.
-      leaves: the arrays of the source, by slot.
       largest: the bytes of the largest array of the target.
     """
     slots = sorted({slot for goal in goals for slot in goal.sources})
@@ -879,7 +852,6 @@ def _with_same_parts(sharding: Sharding, devices: Sequence[Any]) -> NamedShardin
     of the target's number, or if its sharding has no mesh.
 
     Args:
-      sharding: the sharding of the target.
       devices: the devices of the source, in their order.
     """
     if not isinstance(sharding, NamedSharding) or len(devices) % sharding.mesh.size:

@@ -99,8 +99,6 @@ def _dropout_keywords(rule: Rule, dropout: Dropout, mapped: tuple[str, ...]) -> 
     """Returns the keywords for dropout, with a key of this device, in a function of each device.
 
     Args:
-      rule: the options.
-      dropout: the key for the whole attention.
       mapped: the axes along which devices get different keys; empty for one key. With one key for
         all devices, all shards would drop the weights at the same places.
     """
@@ -140,10 +138,6 @@ def _split_rule(
     """Splits what hides keys into keywords that the user's function takes, and masks for the rest.
 
     Args:
-      rule: the options.
-      names: the parameters of the function.
-      queries: the positions and segments of queries.
-      keys: the positions and segments of keys.
       in_order: whether both are the whole sequence, in its order.
 
     Returns:

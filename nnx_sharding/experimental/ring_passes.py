@@ -235,10 +235,8 @@ def _add_all_blocks(
     """Adds the block of each step to a state, and moves blocks around the ring between steps.
 
     Args:
-      ring: the options.
       add_block: called as ``add_block(state, moving, step, only_extra_pair=)``, adds the pairs of a
         step (:func:`_add_pairs`), and returns the new state and the new ``moving``.
-      state: what stays on a device.
       moving: what moves: the block, and in the backward pass the gradients of its keys and values.
 
     Returns:
@@ -273,12 +271,10 @@ def _add_pairs(
     """Adds the pairs of a half of the queries and a half of the block that may attend.
 
     Args:
-      ring: the options.
       add_pair: `add_in_blocks` or `add_gradients_in_blocks`, which returns the new state.
       state: the sums to which ``add_pair`` adds.
       queries: what ``add_pair`` needs of all queries of the device.
       block: the keys and values that the device has in this step.
-      visibility: the visibility of the queries.
       only_extra_pair: in the balanced order, whether to add only the extra pair; otherwise the
         other pairs are added.
 

@@ -138,7 +138,6 @@ def _type_of(leaf: Any, sharding: Any, spec: Any) -> Any:
     """Returns the type of an argument, with its declared sharding, or else with its own.
 
     Args:
-      leaf: the array.
       sharding: the sharding that is declared for it; None if JAX gets none.
       spec: the spec that is declared for it; None if there is none. An array has its own sharding
         only if both are None, and if it has to stay on its devices.
@@ -172,8 +171,6 @@ def _check_expressible(
     """Raises a ``ValueError`` for changes of the arguments that arrays by path cannot express.
 
     Args:
-      plan: the plan of the call.
-      outcome: what the function changed.
       arguments: the structure of the arguments after the call, for the list of differences.
       keeps_paths: whether all paths to arrays are still there. A path is gone if the function has
         put a Variable of another path in its place, or removed its value.
@@ -230,7 +227,6 @@ def _is_child_expressible(
 
     Args:
       old_child: the attribute before the call; None if the module did not have it.
-      new_child: the attribute after the call.
       structure_before: the structure of the arguments before the call.
       structure_after: the structure after the call. Objects that the function made come after the
         others.
@@ -264,10 +260,7 @@ def _manifest(
     A *tree* is such data for a pytree, in which arrays are ``{"input": 3}`` or ``{"output": 0}``.
 
     Args:
-      plan: the plan of the call.
-      outcome: what the function returned and changed.
       groups: the outputs of the traced function in its own groups, as positions in the program.
-      program: the program.
     """
 
     def tree_of_slot(slot: int) -> Tree:
@@ -313,12 +306,7 @@ def _manifest(
 def _updates(
     arguments: Sequence[Argument], arguments_after: Sequence[Argument]
 ) -> tuple[dict[str, Tree], bool]:
-    """Returns what a call changes in each argument, and whether all old paths to arrays are left.
-
-    Args:
-      arguments: the arguments before the call.
-      arguments_after: the same arguments after the call.
-    """
+    """Returns what a call changes in each argument, and whether all paths of arrays are left."""
     updates = dict[str, Tree]()
     keeps_paths = True
     for before, after in zip(arguments, arguments_after, strict=True):

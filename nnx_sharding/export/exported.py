@@ -254,8 +254,6 @@ def _bind(
 
     Args:
       manifest: describes the arguments; its ``inputs`` are the arrays of the program, by position.
-      args: the positional arguments of the call.
-      kwargs: its keyword arguments.
 
     Raises:
       TypeError: arrays do not fit the manifest; all of them are listed.
@@ -429,7 +427,6 @@ def _mesh_for(manifest: Manifest, program: jax.export.Exported) -> Mesh | None:
     The types of its axes are part of the program. The result is None for a program of one device.
 
     Args:
-      manifest: says how many devices the program needs.
       program: the program, whose shardings say how the devices are arranged.
 
     Raises:
@@ -489,7 +486,6 @@ def _placed(arrays: Sequence[Any], shardings: Shardings, mesh: Mesh | None) -> l
     """Places the inputs of a program on its mesh.
 
     Args:
-      arrays: the inputs.
       shardings: the sharding that each input has to have. If it is open (None), an array only has
         to be on the same devices as the others, in any sharding.
       mesh: the mesh; None for a program of one device, for which nothing is moved.

@@ -237,7 +237,6 @@ def _tree(
     A Variable has the tree of its value, a module that of an ``nnx.State``.
 
     Args:
-      structure: the structure.
       child: the part: an array (``LEAF``), a pytree (``Container``), the index of a module or
         Variable in ``structure.entries``, or a static value.
       slots: the slots of the arrays in the part, outside of modules and Variables. Each array takes
@@ -267,7 +266,6 @@ def _container(treedef: PyTreeDef, parts: Iterator[Tree]) -> Tree:
     """Returns the tree of a pytree, whose leaves are the next parts.
 
     Args:
-      treedef: the pytree.
       parts: yields the tree of each leaf, in order. The calls for children take from the same
         iterator.
     """

@@ -138,7 +138,6 @@ def _decorate(
 
     Args:
       kind: the type of the axes while the function runs.
-      fun: the user's function, method or callable module.
       option: the name of the option with the specs: ``in_sharding`` or ``out_sharding``.
       specs: the user's specs. None if each call passes them, by a keyword of this name, which the
         function does not get; with specs, it is a keyword like any other.
@@ -207,8 +206,6 @@ class _AxisMode:
         """Calls the function on the inner mesh; an exception leaves the arguments as they were.
 
         Args:
-          args: the positional arguments, with modules among them.
-          kwargs: the arguments by name.
           specs: the user's ``in_sharding`` or ``out_sharding``.
         """
         flat = flatten((args, kwargs))
@@ -236,7 +233,6 @@ class _AxisMode:
 
         Args:
           flat: the arguments, flattened. The types of their arrays may have a mesh.
-          specs: the user's specs.
 
         Returns:
           The outer and the inner mesh; None if the function can be called as it is.
@@ -269,9 +265,7 @@ class _AxisMode:
 
         Args:
           tree: the arguments of the call, ``(args, kwargs)``.
-          flat: the arguments, flattened.
           specs: the user's ``out_sharding``.
-          change: the outer and the inner mesh.
         """
         # On the inner mesh, arrays keep their sharding, but their types do not have it any more.
         arrays = RetypedArrays.of(change, flat.leaves)
@@ -368,8 +362,6 @@ class _AxisMode:
         Args:
           locations: the places of Variables and arrays in the arguments or the result, each with
             the user's spec for its part.
-          names: the expression for each array, for errors.
-          flat: the arguments or the result, flattened.
           mesh: the mesh that the specs have to fit.
 
         Raises:

@@ -99,9 +99,7 @@ def _num_heads(module: nnx.Module, name: str, size: int) -> int | None:
     """Returns the number of heads of a projection; None if the module does not say it.
 
     Args:
-      module: the module around the projection.
       name: the name of the projection, which `QUERIES` or `KEYS` matches.
-      size: the number of outputs of the projection.
     """
     is_query = bool(QUERIES.fullmatch(name))
     pattern = _NUM_QUERY_HEADS if is_query else _NUM_KEY_HEADS

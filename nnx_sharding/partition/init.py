@@ -105,9 +105,7 @@ def _make(
 
     Args:
       name: the function that the user called, for messages.
-      make_model: the user's class or function.
       sharding: the shardings of the model, or a function from the abstract model to these.
-      mesh: the mesh of partition specs.
       arguments: the arguments of ``make_model``, positional and by name.
       is_abstract: whether the model is made without data.
     """
@@ -149,7 +147,6 @@ def _close_over_statics(
     """Turns a call of the constructor into a call of a function of traced arguments.
 
     Args:
-      make_model: the user's class or function.
       arguments: its positional arguments, and its arguments by name.
 
     Returns:
@@ -190,7 +187,6 @@ def _mesh_for_constructor(
 
     Args:
       build: the constructor, as a function of ``arrays``.
-      arrays: the traced arguments of the constructor.
       mesh: the mesh of the call; None without one.
     """
     if mesh is None or not axes_of_type(mesh, AxisType.Explicit):

@@ -129,13 +129,6 @@ def _order_styles(
     """Returns all styles, columns first or rows first.
 
     The name of the layer decides, or the sizes if the name tells nothing.
-
-    Args:
-      name: the name of the layer.
-      inputs: the size of its inputs.
-      outputs: the size of its outputs.
-      columns: the styles that shard outputs, best first.
-      rows: the styles that shard inputs, best first.
     """
     # A layer with fewer outputs than inputs leads back, for example from the hidden features of an
     # MLP, so it is a row layer.
@@ -189,7 +182,6 @@ def _einsum_styles(subscripts: str, parameter: str, shape: Sequence[int], name: 
 
     Args:
       subscripts: the subscripts of the einsum, with the kernel as the second operand.
-      parameter: the name of the kernel.
       shape: the shape of the kernel.
       name: the name of the layer, such as ``q_proj``.
     """
@@ -298,8 +290,6 @@ def _rules_of_user_class(
     """Yields the rules for a module of a user's class: the five rules of the module docstring.
 
     Args:
-      class_name: the name of the class.
-      attributes: the attributes of the module.
       shapes: the shapes of its own parameters, for one layer, by attribute.
     """
     # 1. The subscripts of an einsum, such as "btd,dnh->btnh", and one kernel for it.
@@ -353,7 +343,6 @@ def _rule_of_matrix(
     None if neither tells what the matrix is for.
 
     Args:
-      name: the name of the matrix.
       shapes: the shapes of all parameters of the module, by name.
       class_name: the name of the class of the module; empty if the module has several matrices.
       is_only_kernel: whether the module has no other matrix and holds no module.
@@ -388,7 +377,6 @@ def _rule_of_einsum(
 
     Args:
       subscripts: the subscripts of the einsum, such as ``btd,dnh->btnh``.
-      attributes: the attributes of the module.
       shapes: the shapes of its parameters.
     """
     match = _SUBSCRIPTS.fullmatch(subscripts)
@@ -466,12 +454,10 @@ def _kernel_styles(
     """Lists the ways to shard a kernel of a user's class as a linear layer, best first.
 
     Args:
-      parameter: the name of the kernel.
       shape: (…, in, out); (in, heads, features) and (heads, features, out) if the name says so; or
         (out, in) if a bias has the size of the first dimension only.
       others: the shapes of other parameters, by name. One of them may be added to the outputs.
       _: the module, which each rule gets; it is not needed here.
-      name: the name of the layer.
     """
     if len(shape) == 3 and _TO_HEADS.fullmatch(name):  # ``q_proj``: (in, heads, features)
         # A bias (heads, features) has the heads in dimension -2, as the kernel has them.

@@ -321,7 +321,6 @@ class LayerDimensions:
         Args:
           common_axes: by class of Variables, the axes that transforms may have given to all known
             Variables in the module around the subject.
-          subject: the Variable or bare array.
           shape: the shape of the subject.
         """
         cls = type(subject)

@@ -167,10 +167,7 @@ def _follow_all(
     """Returns the sharding of each state of an optimizer, by its path.
 
     Args:
-      optimizer: the optimizer.
-      states: the Variables of the optimizer.
       specs: the sharding of each parameter, by its path in the model.
-      parameters: the parameters of the model.
     """
     # State without an owner is replicated. If the shardings of all parameters have the same mesh,
     # it is replicated on this mesh.
@@ -325,11 +322,6 @@ def _follow(state: NamedVariable, owner: NamedVariable, sharding: Spec) -> Any:
 
     If the owner has a ``NamedSharding``, the result is on the same mesh. The result is ``P()`` if
     shapes do not tell which dimensions the state has.
-
-    Args:
-      state: the Variable of the optimizer.
-      owner: the parameter that it belongs to.
-      sharding: the sharding of the parameter.
     """
     # The state may be the parameter itself, which an `nnx.ModelAndOptimizer` holds.
     if sharding is None or state.variable is owner.variable:
@@ -364,7 +356,6 @@ def _follow_entries(
       shape: the shape of the state.
       owner_shape: the shape of the owner.
       entries: a value for each dimension of the owner, such as an entry of a spec.
-      path: the path of the state.
 
     Returns:
       One entry for each dimension of ``shape``; None for dimensions that the owner lacks. ``()``,

@@ -111,7 +111,6 @@ def accumulate_interleaved(
 
         Args:
           function: the loss, a function of the arrays in the arguments.
-          arrays: these arrays, with the first microbatch.
 
         Returns:
           A pair: the gradients of the targets, and the outputs of the loss in the form in which
@@ -262,8 +261,6 @@ class OneForwardOneBackward:
         Args:
           run: runs one tick: ``(carry, tick) → (carry, output)``.
           carry: the carry of the first of these ticks.
-          start: the number of the first tick.
-          count: the number of ticks.
 
         Returns:
           A pair: the last carry, and the outputs of all ticks, (count, …).
@@ -350,7 +347,6 @@ class OneForwardOneBackward:
 
         Args:
           carry: the carry after the forward pass of this tick.
-          tick: the tick.
           leaving: the output of the last stage, (rows, …). Its arrays have the positions of x,
             because the output of layers has the same structure as their input.
 
@@ -393,7 +389,6 @@ class OneForwardOneBackward:
 
         Args:
           carry: the carry with all that this tick has computed so far.
-          tick: the tick.
           d_out: the gradient of each stage's output for its microbatch, (S, rows, …).
         """
         parts, time = self._parts, self._time
@@ -546,7 +541,6 @@ class OneForwardOneBackward:
         """Returns the inputs of the loss for a microbatch, by its number.
 
         Args:
-          microbatch: the number, a scalar of integers.
           early: the early state with which the microbatch enters, by the positions of outputs.
         """
         microbatch_arrays = {i: _take(stacked, microbatch) for i, stacked in self._batch.items()}

@@ -251,7 +251,6 @@ def _is_whole_output(x: object, pending: PendingOutput) -> bool:
     Args:
       x: the block's input. The input is whole if it is the output itself, or a tuple of all
         elements of the output, in order.
-      pending: the output, or an element of it.
     """
     if not isinstance(x, tuple):
         return pending._element is None  # an element alone is not the whole output

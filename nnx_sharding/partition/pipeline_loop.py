@@ -209,7 +209,6 @@ class PipelineLoop:
         The first stage gets a microbatch from its buffer, the others get what they received.
 
         Args:
-          tick: the number of the tick.
           buffer: the buffers of all stages, (S, M, rows, …).
           received: what each stage received in the tick before, (S, rows, …).
         """
@@ -228,7 +227,6 @@ class PipelineLoop:
         and what it stores is the output of the last stage.
 
         Args:
-          tick: the number of the tick.
           buffer: the buffers of all stages, (S, M, rows, …).
           received: what each stage received in this tick, (S, rows, …).
         """
@@ -255,9 +253,6 @@ class PipelineLoop:
     def _reorder_sown(self, rows: int) -> None:
         """Gives what layers sowed for ``nnx.capture`` the order of a call without stages, in place.
 
-        Args:
-          rows: the number of rows of a microbatch.
-
         Raises:
           ValueError: a sown value has no rows.
         """
@@ -272,9 +267,7 @@ class PipelineLoop:
         """Orders what ticks sowed by layers and rows: (ticks, S, D, rows, …) → (L, batch, …).
 
         Args:
-          rows: the number of rows of a microbatch.
           keys: JAX's path of the array in what a layer sowed: the name, then keys in its value.
-          leaf: the array.
 
         Raises:
           ValueError: the array has no rows.
@@ -318,7 +311,6 @@ class _SplitFurther:
         """Keeps the further arguments, and splits the arrays with rows into microbatches.
 
         Args:
-          further: the arguments.
           has_rows: for each leaf in them whether it is an array with rows.
           to_microbatches: splits an array: (batch, …) → (M, rows, …).
         """
@@ -353,9 +345,7 @@ def _copy_layers(
     """Returns a copy of layers with other arrays, which have a dimension more or less in front.
 
     Args:
-      flat: the layers, flattened.
       new: by slot, the arrays of the copy that differ from the arrays of the layers.
-      stack: the stack of the layers.
       change: ``nnx.spmd.add_axis`` or ``remove_axis``, which changes the names of dimensions in
         the metadata of Variables in the same way.
     """

@@ -245,8 +245,6 @@ class Schedule(PipelineSizes):
         whose first dimension is declared to be sharded like the rows of x.
 
         Args:
-          x: the first layer's input.
-          leaves: the leaves in the further arguments.
           row_axes: the mesh axes that shard the rows of x.
           axes_of_rows: returns the mesh axes over which the first dimension of an array is declared
             to be sharded.
@@ -278,7 +276,6 @@ class Schedule(PipelineSizes):
         one device, for comparison.
 
         Args:
-          mesh: the mesh of the call.
           layers: the number of layers, which stages times repeats have to divide.
 
         Raises:
@@ -306,8 +303,6 @@ class Schedule(PipelineSizes):
 
         Args:
           layers: the ``Stack``, or the list of blocks.
-          x: the first layer's input.
-          further: the leaves in the further arguments.
           has_rows: for each leaf in ``further`` whether it is split with the batch.
         """
         count = self.microbatches
@@ -404,7 +399,6 @@ def _write_row(block: nnx.Module, number: int, flat_before: Flat, flat_after: Fl
         stack was made of equal blocks.
       number: the index of the block in the stack.
       flat_before: the stack as it was made, with arrays (L, …).
-      flat_after: the same stack after it ran.
     """
 
     def row(slot: int, stacked: jax.Array) -> jax.Array:
@@ -428,7 +422,6 @@ def _check_unsplit(leaves: Sequence[FurtherLeaf], batch: int) -> None:
 
     Args:
       leaves: the leaves in the further arguments that all microbatches get as they are.
-      batch: the number of rows of the batch.
     """
     arrays = [leaf for leaf in leaves if isinstance(leaf.value, jax.Array)]
     raise_if_any(
@@ -446,12 +439,7 @@ def _check_unsplit(leaves: Sequence[FurtherLeaf], batch: int) -> None:
 
 
 def _check_axis_types(mesh: AnyMesh, x: object) -> None:
-    """Raises a ValueError for a call on a mesh with axes of a type that the loop cannot run with.
-
-    Args:
-      mesh: the mesh of the call.
-      x: the first layer's input.
-    """
+    """Raises a ValueError for a call on a mesh with axes that the loop cannot run with."""
     inputs = jax.tree.leaves(x)
     varying = set().union(*map(_compat.varying_axes, inputs))
     if varying:
@@ -501,7 +489,6 @@ def _refuse_gradient(microbatches: int, x: jax.Array) -> jax.Array:
 
     Args:
       microbatches: the number of microbatches, for the message of `_raise_no_gradient`.
-      x: the output of the layers.
     """
     return x
 

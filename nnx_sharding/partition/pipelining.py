@@ -242,10 +242,6 @@ def _shard_layers(
 
     Args:
       specs: the specs of the model by path, which are changed.
-      model: the model.
-      stacks: the stacks of the model, by path.
-      axis: the mesh axis of the stages.
-      mesh: the mesh.
 
     Returns:
       For each stack, by its path, the specs of the Variables in a block, by the path in the block;
@@ -283,8 +279,6 @@ def _can_add_axis(spec: object, axis: str, *, is_list: bool) -> bool:
     """Whether the axis of the stages may be added to the sharding of an array of layers.
 
     Args:
-      spec: the sharding.
-      axis: the mesh axis.
       is_list: whether the layers are the blocks of a list, not of a ``Stack``.
     """
     # A NamedSharding may not be changed, so it is refused like a spec that uses the axis.
@@ -348,10 +342,6 @@ def _differences_of_blocks(path: Path, blocks: Sequence[Any]) -> list[str]:
 
 def _find_stacks(model: object, schedule: Schedule) -> dict[Path, Any]:
     """Returns the stacks of a model, by path; never empty.
-
-    Args:
-      model: the model.
-      schedule: the sizes of the pipeline.
 
     Raises:
       ValueError: there are none, stages times repeats do not divide their layers, or layers share

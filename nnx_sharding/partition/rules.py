@@ -457,12 +457,10 @@ def _from_names(
 
     Args:
       caller: the function that the user called, for messages.
-      model: the model.
       names_of: returns the names for a Variable, a sharding instead of names, or None to replicate.
       spec_of: returns the spec for a Variable and its names; raises a TypeError or ValueError if
         the names give none.
       fault: the first line of the error, after ``caller``: "these names give no spec".
-      hint: the last line of the error.
 
     Raises:
       ValueError: names give no spec; the errors of all Variables are listed.
@@ -495,7 +493,6 @@ def _spec_of_annotation(
     Args:
       rules: the rules for all Variables. The rules in the metadata of this Variable come first.
       mesh: the mesh; None if it is not known, which leaves names without a rule unchecked.
-      variable: the Variable.
       annotation: the names in its metadata, one for each dimension.
 
     Raises:

@@ -287,7 +287,6 @@ class _Evaluation:
 
         Args:
           closed: the program: a jaxpr, or a closed jaxpr with its constants.
-          inputs: the values of the program's inputs.
           wanted: for each output whether it is wanted as shard sums.
         """
         jaxpr: Jaxpr = getattr(closed, "jaxpr", closed)
@@ -398,7 +397,6 @@ class _Evaluation:
 
         Args:
           equation: the operation, such as a product: (inputs, rows) · (rows, outputs).
-          inputs: the values of its inputs.
           dims: for each input the dimension that is summed over; None for an input without it.
 
         Returns:
@@ -535,8 +533,6 @@ def _run_mapped(
     """Runs an operation for each shard, and stacks the outputs: (shards, *shape).
 
     Args:
-      equation: the operation.
-      arrays: the inputs of the operation.
       mapped: for each input the dimension of the shards; None for an input without it.
       mesh: the mesh of the inputs, if it has Auto axes in place of Explicit ones; None for the mesh
         that the operation was traced with.
@@ -563,7 +559,6 @@ def _variables_that_lead_to(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Any]:
     the whole sum.
 
     Args:
-      jaxpr: the program.
       wanted: for each of its outputs whether it is wanted as shard sums.
     """
     wanted_variables: set[Any] = {

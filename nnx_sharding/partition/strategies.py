@@ -426,8 +426,6 @@ def _joined_note(
 
     Args:
       own_note: the note of the strategy; None without one.
-      base_note: the note of base.
-      base_name: the name of the strategy in base.
       was_sharded: whether base shards the array.
       is_kept: whether the strategy keeps the spec of base.
     """
@@ -462,12 +460,7 @@ def _shard_large(
     layer count, because a loop gathers one layer at a time.
 
     Args:
-      name: the strategy, for the warning.
       specs: the specs of all arrays by path. The specs of arrays that are sharded are replaced.
-      arrays: the arrays to shard.
-      axes: the mesh axes.
-      mesh: the mesh.
-      min_size: the number of elements.
 
     Returns:
       Notes by path, which say why an array stays replicated.
@@ -507,10 +500,7 @@ def _warn_of_small(
     replicated.
 
     Args:
-      name: the strategy.
       arrays: the arrays that could be sharded otherwise; at least one.
-      axes: the mesh axes.
-      min_size: the number of elements.
     """
     largest = max(arrays, key=lambda array: (array.layer_size, array.name))
     warn_or_raise(

@@ -197,7 +197,6 @@ class _ShardedLayers:
         """Shards a layer in the first style of its rule that its sizes allow.
 
         Args:
-          layer: the layer.
           parameters: the parameters that the rule is for, by their path in the layer, such as
             ``query/kernel``.
         """
@@ -271,9 +270,7 @@ def _warn_of_large(
     """Warns of replicated parameters that are a large part of the model.
 
     Args:
-      parameters: all parameters of the model.
       notes: by path, why a parameter is replicated; sharded parameters have no note.
-      axes: the axes of the strategy.
     """
     sizes: dict[Path, int] = {}  # in elements
     for parameter in parameters:
@@ -307,7 +304,6 @@ def _key_of(path: Path, subject: object) -> int | Path:
 
     Args:
       path: the path of the Variable or bare array in the model.
-      subject: the Variable or bare array.
     """
     return _compat.identity(subject) if _compat.is_any_variable(subject) else path
 
@@ -333,7 +329,6 @@ def _layers(listing: Listing, known: Mapping[int | Path, NamedVariable]) -> Iter
     """Yields each layer of a model once for each of its rules; inner layers come first.
 
     Args:
-      listing: the model.
       known: its parameters by their keys (`_key_of`).
     """
     layers = []
@@ -354,8 +349,6 @@ def _parameters_of(
     """Returns the parameters that the rule of a layer is for, by their path in the layer.
 
     Args:
-      layer: the layer, such as an attention.
-      listing: the model.
       known: the parameters of the model by their keys (`_key_of`).
 
     Returns:
@@ -390,7 +383,6 @@ def _apply_first_style(
       parameters: the parameters of the layer, by the path in it.
       before: the specs of the model that the axes are added to.
       axes: the mesh axes. If no style can use all, the last ones are left out one by one.
-      mesh: the mesh.
 
     Returns:
       A pair: the specs of the parameters in the style, by the path in the model, and the style. If

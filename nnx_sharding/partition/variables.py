@@ -251,7 +251,6 @@ def _places(flat: Flat, module: int | None = None) -> Iterator[_Place]:
     """Yields each Variable or bare array in a flattened tree, once, by its first path.
 
     Args:
-      flat: the tree.
       module: the index of a module. Only its Variables and arrays are yielded then, by their paths
         in the module. None for the whole tree.
     """

@@ -551,7 +551,6 @@ def _shardings(
     A sharding has to divide all dimensions except the rows, whose number `set_size` checks.
 
     Args:
-      treedef: the pytree structure of the batch.
       arrays: the leaves of the batch; a ``TypeError`` in place of a leaf that is no array.
       specs: the user's specs, as a prefix of the batch.
       mesh: the mesh of each ``PartitionSpec``; None for the one in context.
@@ -594,9 +593,6 @@ def _assign_specs(
 
     Args:
       caller: the function that the user called, in messages.
-      name: the argument of this function, in messages.
-      tree: the arrays.
-      specs: a prefix of the tree.
       mesh: the mesh of each ``PartitionSpec``; None for the one in context.
       adapt: takes a spec and its array, and returns the spec that has to fit.
 

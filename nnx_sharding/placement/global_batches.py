@@ -155,8 +155,6 @@ class GlobalBatches(Iterator[Loaded]):
 
         Args:
           sharding: the sharding of all batches, whose size is set.
-          arrays: the leaves of the batch.
-          rows: the number of rows that they have.
 
         Raises:
           ValueError: the batch has more rows than a full one, or may not be dropped.
@@ -197,11 +195,6 @@ class GlobalBatches(Iterator[Loaded]):
 
         A batch without rows gets the last row of an earlier one, or zeros if there was none. Leaves
         without rows, such as numbers and leaves that are passed through, stay as they are.
-
-        Args:
-          arrays: the leaves of the batch.
-          rows: the number of rows that they have.
-          full: the number of rows that they get.
         """
         assert self._sharding is not None
         leaves = self._sharding.leaves

@@ -269,9 +269,6 @@ def _errors_of_steps(
     Args:
       clock: measures the seconds of the steps.
       mesh: all devices, along the axis ``device``.
-      side: the largest width of a perceptron.
-      dtype: the dtype of the weights.
-      hardware: the figures for the estimates.
     """
 
     def loss(weights: Any, x: jax.Array) -> jax.Array:

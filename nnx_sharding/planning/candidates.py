@@ -430,7 +430,6 @@ class _Recipe:
         Args:
           chain: the calls; empty replicates the model. Only the last call gets the optimizer,
             because the sharding of its state follows from all calls.
-          model: the model.
           optimizer: the optimizer of the model; None without one.
         """
         # The number in the name counts the shardings in `made`, so each name is new.
@@ -621,8 +620,6 @@ def _axis_ranges(roles: Collection[str], axes: Axes, arguments: Arguments) -> li
     the style may be enough.
 
     Args:
-      roles: the roles of the axes.
-      axes: the names of axes by their roles.
       arguments: the arguments of the step. The sizes of some axes have to divide their shapes.
     """
     # Role → the number that the size of its axis has to divide.

@@ -183,7 +183,6 @@ class PlanningResult(Pictured):
         """Returns the reason why a compiled candidate is not the best.
 
         Args:
-          name: the name of the candidate.
           best: the name of the best candidate; empty if there is none.
         """
         figures, report = self.comparison.figures, self.comparison.reports[name]
@@ -488,7 +487,6 @@ def _with_modules_of_best(
     Args:
       comparison: the reports of the candidates that were compiled, with the times of those that
         were measured.
-      search: all candidates.
       compile_programs: `compile_all` with the options that all calls share.
     """
     best = next(iter(_ranked(comparison, search).reports), None)
@@ -583,7 +581,6 @@ def _result(search: Search, comparison: Comparison, why_left: str) -> PlanningRe
     """Makes the result: the reports, the reasons against the other candidates, and the bounds.
 
     Args:
-      search: all candidates.
       comparison: the reports of the candidates that were compiled.
       why_left: the reason why no more candidates were compiled.
     """

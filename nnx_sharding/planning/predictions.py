@@ -164,8 +164,6 @@ def _product_flops(name: str, params: Mapping[str, Any], arrays: Sequence[Any]) 
     """Counts the flops of a product or convolution; returns 0 for other primitives.
 
     Args:
-      name: the name of the primitive.
-      params: the parameters of the equation.
       arrays: the avals of the operands, then the aval of the result.
     """
     if name == "dot_general":
@@ -432,7 +430,6 @@ class _Sums:
         """Adds what the stages of a pipeline send each other.
 
         Args:
-          schedule: the schedule of the pipeline.
           per_token: the bytes of a token between two layers.
           block_bytes: the bytes of the parameters of all blocks of a list. Each array is divided
             over the stages, and gathered on the stage that runs its block. 0 for a stack.
@@ -622,7 +619,6 @@ def _elements_in_all_reduce(
       kernel: the shape of the kernel. There may be several dimensions of inputs or outputs, such as
         (width, heads, head_dim) with sharded heads. Then the largest unsharded dimension counts.
       axes_of_kernel: the axes that shard each dimension of the kernel.
-      model: the axes for tensor parallelism.
     """
     unsharded = [
         size for size, axes in zip(kernel, axes_of_kernel, strict=True) if model.isdisjoint(axes)

@@ -202,8 +202,6 @@ def _all_pairs(
     """Pairs each strategy with each mesh that so many devices can form.
 
     Args:
-      functions: the strategies by name.
-      count: the number of devices.
       num_slices: the number of TPU slices that the devices are on.
       axes: the names of mesh axes by their roles.
       arguments: the arguments of the step. Their shapes limit the sizes of axes.
@@ -229,7 +227,6 @@ def _given_pairs(
     """Pairs each strategy, by its name, with each mesh of the user.
 
     Args:
-      functions: the strategies by name.
       meshes: the meshes, or the sizes of their axes.
       devices: the number of devices that each mesh must have; None for any number.
       axes: the names of the axes that strategies of this library use.
@@ -269,7 +266,6 @@ def _devices_of_compilers(meshes: Sequence[Mesh], target: Devices | None) -> Dev
     Other processes cannot share the devices of this process.
 
     Args:
-      meshes: the meshes of all candidates.
       target: the topology that the user named, and the number of its slices; None without one.
 
     Returns:

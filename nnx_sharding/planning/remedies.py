@@ -164,7 +164,6 @@ class _Rest:
         """Returns the line of a change, which may need fewer microbatches; "" if it does not fit.
 
         Args:
-          what: names the change.
           changed: the prediction of the changed candidate; None if it is impossible.
           limit: the bytes of a device.
         """
@@ -187,9 +186,7 @@ def _more_devices(search: Search, start: Needs, estimates: _Rest, limit: int) ->
     line if the strategy is a function of the user, because nothing is known of its axes.
 
     Args:
-      search: predicts the arguments.
       start: the candidate, on fewer devices, and what it needs.
-      estimates: estimates the rest of its memory.
       limit: the bytes of a device.
     """
     candidate = start.candidate

@@ -184,8 +184,6 @@ class Search:
         Also notes the candidate with the smallest arguments in ``smallest``.
 
         Args:
-          candidate: the candidate, with its shardings.
-          variant: the variant of the step.
           arguments: the arguments of the step, with the rows of the candidate.
         """
         try:
@@ -223,9 +221,6 @@ class Search:
         """Adds a candidate to ``entries``, and the function that lowers it to ``programs``.
 
         Args:
-          candidate: the candidate.
-          variant: the variant of the step.
-          args: the arguments of the step.
           prediction: the predicted bytes and traffic of the candidate.
           products: the products of the step; None if they are unknown.
         """
@@ -327,9 +322,6 @@ class Search:
         has no recipe.
 
         Args:
-          start: a candidate without shardings.
-          arguments: the arguments of the step.
-          variant: the variant of the step.
           mesh: the mesh of the candidate, or a mesh of the same sizes without devices, which is
             enough to predict what chains of this library need.
 
@@ -584,7 +576,6 @@ class Search:
         Args:
           names_by_rows: rows → the names of the candidates of this family with so many rows.
           comparison: the reports of the programs that were compiled.
-          fitting: the names of the programs that fit.
           best: the rows of the largest batch that fits in any family; 0 while nothing fits.
         """
         largest_fitting, smallest_failing = 0, math.inf
@@ -639,9 +630,7 @@ def _recipe(
     """Returns the Python code that makes the mesh, the shardings and the step, with its imports.
 
     Args:
-      mesh: the mesh.
       variant: the variant, which has the text of the step and the options of ``jit``.
-      lines: the statements that make the shardings.
       shardings: the expression for ``in_shardings``.
     """
     types = ""

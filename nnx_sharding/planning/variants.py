@@ -196,11 +196,8 @@ def _variant(
 
     Args:
       name: the user's name of the function; empty without one.
-      fun: the function.
       text: the expression for the function in a recipe.
-      args: the arguments of the function.
       options: the options of ``jit``.
-      chosen: option → value.
 
     Raises:
       ValueError: ``remat`` is chosen, and no argument has a ``Stack``.

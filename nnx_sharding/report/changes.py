@@ -264,7 +264,6 @@ def _of_strategy(
     Args:
       strategy: its name; empty if two single reports are compared.
       before: the report, or why there is none; None if the strategy was not there.
-      after: likewise.
     """
     if not isinstance(before, ProgramReport) or not isinstance(after, ProgramReport):
         old_outcome, new_outcome = _outcome(before), _outcome(after)

@@ -376,7 +376,6 @@ class Comparison(JsonForm):
         """Writes a figure of each compiled strategy, and marks the best one.
 
         Args:
-          column: the name of the figure.
           show: writes a figure with its unit; an unknown one, None, as a dash.
         """
         best = self.marked.get(column)

@@ -216,7 +216,6 @@ class _Run:
         """Notes the report or the failure of a program.
 
         Args:
-          finished: the program, with its report or failure.
           hardware: the hardware that the roofline of the report is for; None for no roofline.
         """
         name, report, seconds = finished
@@ -405,7 +404,6 @@ def _report(
     A new report is saved in the cache.
 
     Args:
-      lowered: the lowered function.
       mesh: the mesh that the function is for; None without a mesh.
       process: the process in which to compile; None for this process.
       cache: the folder for reports; None for no folder.

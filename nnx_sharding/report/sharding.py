@@ -222,10 +222,7 @@ def _report(
     """Makes the report: the rows with their sums, and the rules that decide nothing.
 
     Args:
-      checked: the rows.
       decisions: what the rules say about each location of the model.
-      sharding: the rules.
-      rules: their filters as texts.
       mesh: the mesh of partition specs; None without one.
     """
     rows = [checked_row.row for checked_row in checked]
@@ -332,11 +329,7 @@ def _rows_of(
     """Yields a row for each array of a model.
 
     Args:
-      flat: the model.
       decisions: which rules match at each of its locations.
-      sharding: the rules.
-      rules: the filters of the rules as texts.
-      mesh: the mesh of partition specs.
       on_indivisible: the action for a spec that does not divide an array; None uses the action of
         ``sharding``.
     """
@@ -361,10 +354,7 @@ def _rows(
     """Yields a row of the report for each array of a Variable.
 
     Args:
-      flat: the model.
       decision: which rules match the Variable; the first one decides.
-      sharding: the rules.
-      rules: their filters as texts.
       fit: the function that fits a declared sharding to a shape (`_fit`).
       strict: whether a spec that does not divide its array is a fault, not a correction.
     """
@@ -414,7 +404,6 @@ def _fit(
     Args:
       declared: the sharding of the rule; None if no rule matches, or if the rule has None.
       shape: the shape of the array.
-      mesh: the mesh of specs.
       action: the action for a spec that does not divide the shape.
     """
     # The layout of a `Format` does not count here.
@@ -451,8 +440,6 @@ def _rule_warnings(
     Rules for everything and for exact paths are left out: they are written for any model.
 
     Args:
-      sharding: the rules.
-      rules: their filters as texts.
       idle: by the number of each rule that decides nothing, the earlier rules that decide instead;
         empty if it matches nothing.
       keys: the keys in all paths of the model, one of which a misspelt rule may mean.

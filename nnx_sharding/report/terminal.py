@@ -126,7 +126,6 @@ def _grid(
     """Draws a cell for each slice, in rows and columns.
 
     Args:
-      cells: the text of each slice.
       partitioned: the dimensions that are partitioned: two, one or none.
       is_matrix: whether the array has more than one dimension.
     """
@@ -187,7 +186,6 @@ def _positions(
     Args:
       shape: the shape of the array, which the spec divides.
       spec: its spec. Without any axis in it, the position is ``all``.
-      sizes: the sizes of the mesh axes.
     """
     used = [axis for entry in spec.partitions for axis in axes_of(entry)]
     for indices in itertools.product(*(range(sizes[axis]) for axis in used)):

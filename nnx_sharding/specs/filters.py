@@ -137,7 +137,6 @@ def _starts_with_any(match: Callable[[str], Any], text: str) -> bool:
 
     Args:
       match: the ``match`` of the pattern, compiled as a regular expression.
-      text: the path that the pattern matches.
     """
     _, slash, rest = text.partition("/")
     # The path with one more key before it, and with another first key. No key contains a null.

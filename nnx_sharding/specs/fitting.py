@@ -181,8 +181,6 @@ def _axis_problems(
     """Yields what is wrong with the axes that a spec names, whatever the shape of the array.
 
     Args:
-      spec: the spec.
-      mesh: the mesh of the spec.
       usable: the axes that the spec may name. None stands for all axes except those over which an
         enclosing ``shard_map`` maps; in it, these are Manual axes of the mesh.
     """
@@ -225,7 +223,6 @@ def _indivisible(
 
     Args:
       spec: the spec; it may have fewer entries than the array has dimensions.
-      sizes: the size of each mesh axis.
       shape: the shape of the array.
     """
     for dimension, (size, entry) in enumerate(zip(shape, spec.partitions, strict=False)):
@@ -250,8 +247,6 @@ def _corrected(
     rows.
 
     Args:
-      spec: the spec.
-      sizes: the size of each mesh axis.
       shape: the shape of the array.
       on_indivisible: ``"replicate"`` or ``"drop"``.
     """

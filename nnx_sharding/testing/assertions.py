@@ -432,7 +432,6 @@ def _replicated_rows(
     Args:
       model: as for :func:`assert_sharded`.
       sharding: rules to check in place of the shardings that the arrays have; None for none.
-      mesh: the mesh of these rules.
     """
     if isinstance(model, Compiled | ProgramReport):
         program = _report(model)
@@ -511,9 +510,7 @@ def _not_allowed(
     """Returns the items whose names no regular expression matches.
 
     Args:
-      items: the items.
       allowed: the regular expressions, which are searched in the names.
-      name: returns the name of an item.
 
     Raises:
       ValueError: an expression is invalid, or matches no item, so nobody would notice a typo.

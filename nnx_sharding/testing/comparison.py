@@ -156,7 +156,6 @@ class Comparison:
         """Returns by how much an array may differ from ``x``, its value on one device.
 
         Args:
-          x: the array on one device.
           key: the key of the array or record in `Spread`.
         """
         return self._rounding.of_array(x) + QUANTILE * self._spread[key]
@@ -178,10 +177,6 @@ class Comparison:
         """Describes how an array of the mesh differs from the one of one device, in a line.
 
         The text is empty if the array does not differ.
-
-        Args:
-          name: the expression for the array.
-          array: the array on the mesh.
         """
         if name in self._on_device.arrays:
             expected = numbers(self._on_device.arrays[name])
@@ -472,7 +467,6 @@ def _fewest(found: Sequence[_Axes], mesh: Mesh) -> list[str]:
 
     Args:
       found: for each pair of devices, the axes along which they differ.
-      mesh: the mesh.
     """
     smallest = [axes for axes in found if not any(other < axes for other in found)]
     return [axis for axis in mesh.axis_names if any(axis in axes for axes in smallest)]
@@ -525,10 +519,7 @@ def _multiple(
     often over 'model'``. It is empty if the array is not such a multiple.
 
     Args:
-      x: the wrong array.
-      expected: the right one.
       limit: by how much a right array may differ from it.
-      mesh: the mesh.
     """
     if x.shape != expected.shape or not np.isfinite(x).all() or not np.isfinite(expected).all():
         return ""

@@ -112,7 +112,6 @@ def _wait(
     """Waits until all processes have succeeded, the first one has failed, or the time is over.
 
     Args:
-      workers: the processes.
       pool: has a thread for each process, so that the first end of any process is noticed.
       timeout: the seconds to wait; None for no limit.
 
@@ -137,7 +136,6 @@ def _start(program: Sequence[str], variables: dict[str, str], group: int) -> Wor
 
     Args:
       program: a script or a module, and its arguments.
-      variables: the environment.
       group: the process group that it joins; 0 for a new one.
     """
     return subprocess.Popen(
@@ -166,9 +164,6 @@ def _environment(
 
     Args:
       rank: the number of the process, from 0.
-      processes: the number of processes.
-      devices: the number of devices of each process.
-      platform: the platform of JAX.
       coordinator: the address at which the first process waits for the others.
     """
     # JAX would take rank and size from Open MPI before it looks for Slurm, and the number of
@@ -208,8 +203,6 @@ def _copy(rank: int, pipe: TextIO, shown: TextIO) -> None:
     """Shows each line with the number of its process; very long ones in parts.
 
     Args:
-      rank: the number of the process.
-      pipe: its output.
       shown: where it is shown: the output of the launcher, which all threads share.
     """
     try:

@@ -475,10 +475,6 @@ def _figure_texts(figures: Figures) -> Iterator[str]:
 def _parse(text: str, path: str) -> Lock:
     """Reads a text of :func:`lock_text`.
 
-    Args:
-      text: the text.
-      path: the path of the file, for errors.
-
     Raises:
       ValueError: the text is another one, for example with the marks of a merge.
     """
@@ -525,7 +521,6 @@ def _changed_lines(
     Args:
       part: the kind of the section, and of its changes.
       old: the lines of the lock file, by name.
-      new: the lines of the report, by name.
     """
     # In these parts names such as "flops" and "arguments" say the unit, so it is not repeated.
     names_say_unit = part in ("memory", "cost")

@@ -196,10 +196,6 @@ class RecordedStep:
         Args:
           outer: the handler of `jit`, which constrains activations, and calls the method.
           module: the module; or an optimizer, whose calls are not recorded.
-          method: the name of the method.
-          call: the method, bound to the module.
-          args: its arguments.
-          kwargs: its keyword arguments.
 
         Returns:
           What the method returns.
@@ -257,11 +253,7 @@ class RecordedStep:
         """Records what decides which elements a call of a dropout drops, as a site of its own.
 
         Args:
-          site: the site of the call.
-          module: the dropout.
           key: the words of its key; None if they are unknown, so that the mask is recorded.
-          x: its input.
-          out: what it returns.
         """
         if module.rate == 1:  # It drops all elements, and draws nothing.
             return
@@ -283,7 +275,6 @@ class RecordedStep:
 
         Args:
           site: the description that all sites of the tree get.
-          tree: a pytree of arrays and modules.
         """
 
         def record_array(x: Any) -> Any:
@@ -322,10 +313,8 @@ class RecordedStep:
         """Adds a callback to the program that keeps an array of each device in ``_kept``.
 
         Args:
-          x: the array, or a draw.
           axes: the Manual axes, along which each device has an array of its own; along all other
             axes, the callback gets the whole array once.
-          number: the number of the site.
           is_gradient: whether this is the gradient of the site.
         """
 
@@ -363,10 +352,6 @@ def _dropout_key(module: nnx.Module, kwargs: Mapping[str, Any]) -> jax.Array | N
     Two calls draw the same key if these words are equal: those of the key that is passed, or of the
     stream's key and its count. The result is None for a module that is no dropout, without a key,
     and if a subclass has a ``__call__`` of its own, which may use any key.
-
-    Args:
-      module: the module.
-      kwargs: the keyword arguments of its call.
     """
     owner = next((cls for cls in type(module).__mro__ if "__call__" in vars(cls)), None)
     if not isinstance(module, nnx.Dropout) or owner is not nnx.Dropout:

@@ -168,8 +168,6 @@ class _Reference:
         """Traces the step for the size of its rounding errors, and copies the arguments.
 
         Args:
-          step: the step.
-          args: its arguments on the mesh.
           mesh: the mesh; the one device is its first.
           options: the options of `jit` on the mesh.
           tolerance: as for :func:`assert_same`.

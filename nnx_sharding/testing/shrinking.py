@@ -74,9 +74,6 @@ def _with_size(
 
     Args:
       build: makes a jitted step and its arguments from a configuration.
-      config: the configuration.
-      name: the name of the number that changes.
-      size: its new value.
       wanted: the spec of each argument, by its expression.
     """
     try:
@@ -133,12 +130,7 @@ def _replaced(config: Any, name: str, value: int) -> Any:
 
 
 def _divisors(size: int, original: int) -> Iterator[int]:
-    """Yields the divisors that a size may become, ascending.
-
-    Args:
-      size: the size now.
-      original: the size in the full configuration.
-    """
+    """Yields the divisors that a size may become, ascending."""
     # A large number may be the length of a sequence. A length of 2 would leave only one position
     # after a shift by one, so the least length is 4.
     least = 4 if original > 128 else 2
@@ -184,8 +176,6 @@ def _value(x: jax.ShapeDtypeStruct, random: np.random.Generator, *, is_state: bo
     """Returns values for an abstract array.
 
     Args:
-      x: the array.
-      random: a source of random numbers.
       is_state: whether the array is in a Variable that is no parameter; the result is zero then.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # any key will do

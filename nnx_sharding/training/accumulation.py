@@ -490,7 +490,6 @@ class _Microbatches:
         """Calls and differentiates the loss of one microbatch.
 
         Args:
-          gradient: differentiates the loss.
           shared: the arguments that are the same for all microbatches, as the scan passes them.
           microbatch: the arguments with the rows of this one, (rows, …), by name.
 
@@ -509,7 +508,6 @@ class _Microbatches:
         """Returns the totals with which the scan starts, in the form that ``is_split`` says.
 
         Args:
-          parameters: the arrays that are differentiated.
           dtype: the option of :func:`accumulate_gradients`.
         """
         totals = []
@@ -546,10 +544,7 @@ def _differentiate_by_shards(
     An array is identified by its position among these inputs.
 
     Args:
-      gradient: differentiates the loss.
       call: the call of the loss with the microbatch.
-      sums: splits sums over rows.
-      rows: the arrays of the microbatch.
       is_split: for each array that is differentiated, whether its gradient is shard sums.
 
     Returns:
@@ -571,7 +566,6 @@ def _differentiate_by_shards(
         Args:
           function: a function of all arrays of the call. It returns the value in a list, and all
             outputs of the call.
-          inputs: these arrays.
         """
         gradients_of = functools.partial(_gradients_at, function, targets)
         gradients, outputs = sums.evaluate(gradients_of, [*inputs], row_dims, numbers_to_split)
@@ -588,7 +582,6 @@ def _gradients_at(
     Args:
       function: returns its value in a list of one item, and further outputs.
       targets: the positions of the arrays with respect to which it is differentiated.
-      inputs: all arrays.
 
     Returns:
       The gradients by their numbers in ``targets``, and the further outputs.
@@ -683,7 +676,6 @@ def _batch_names(
 
     Args:
       call: the call. An argument that it differentiates is no batch.
-      bound: the arguments of the call.
       batch: the name, or names, that the user gave; None to find them.
 
     Raises:
@@ -715,10 +707,6 @@ def _batch_names(
 
 def _find_batch(arguments: Mapping[str, Any], differentiated: Collection[str]) -> list[str]:
     """Returns the names of the arguments that hold arrays with rows, and nothing else.
-
-    Args:
-      arguments: the arguments of the loss, by name.
-      differentiated: the names of the differentiated arguments.
 
     Raises:
       ValueError: as in `_batch_names`.
@@ -830,7 +818,6 @@ def _check_rows(arguments: _Arguments, names: Sequence[str]) -> None:
     If the numbers differ, nobody knows which arrays are the batch, and which are constants.
 
     Args:
-      arguments: all arguments of the loss, by name.
       names: the names of those that are divided into microbatches.
     """
     shapes: dict[str, tuple[int, ...]] = {}  # by the expression for an array: batch['x']
@@ -858,9 +845,6 @@ def _note_axes_added(
     the loss that is written for the user's types fails.
 
     Args:
-      error: the error.
-      axes: the axes of the option.
-      explicit: the Explicit axes of the mesh.
       batch: the arguments with rows, as the user has typed them.
     """
     axes_in_types = {axis for x in jax.tree.leaves(batch) for axis in _row_axes(x)}
@@ -877,9 +861,7 @@ def _split_rows(name: str, value: object, steps: int) -> Any:
     """Reshapes each array of an argument from (batch, …) to (batch / steps, steps, …).
 
     Args:
-      name: the name of the argument, for messages.
       value: the argument: a pytree of arrays with rows.
-      steps: the number of microbatches.
 
     Raises:
       ValueError: the rows of some arrays cannot be divided (`_why_indivisible`).

@@ -133,7 +133,6 @@ def _move(variable: Any, memories: Mapping[Any, Memory]) -> None:
     """Moves the arrays of a Variable.
 
     Args:
-      variable: the Variable.
       memories: the memory of each array, by its path in the value. An array without an entry goes
         to the main memory of the device.
     """

@@ -92,7 +92,6 @@ def _program_of(
     """Finds the program of an earlier jaxpr with this content, or makes one.
 
     Args:
-      jaxpr: the jaxpr.
       in_shardings: a sharding for each argument; None to keep the shardings of the arrays.
       out_shardings: the sharding of each result, or None.
 

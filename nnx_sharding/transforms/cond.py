@@ -158,7 +158,6 @@ def _call_branches(
       name: ``cond`` or ``switch``.
       selector: the condition, or the number of the branch.
       branches: the user's functions, by their labels in messages, such as ``branches[0]``.
-      operands: their arguments.
       modes: how the user wants graphs to be treated.
     """
     # In messages, the first two of `args` below are called "selector" and "branches". The operands
@@ -243,7 +242,6 @@ class _Branches:
         Args:
           transform: the transform, with the names of the branches.
           plan: what is known before the trace: structure and names of the operands.
-          function: the pure function, of all leaves.
           static: the leaves that JAX does not trace, such as flags.
         """
         self._name, self._labels = transform.name, transform.labels
@@ -270,7 +268,6 @@ class _Branches:
         else, because JAX would only see another number of results.
 
         Args:
-          number: the number of the branch.
           operands: the traced leaves of the arguments, in the order of their slots.
 
         Returns:
@@ -305,7 +302,6 @@ class _Branches:
         """Returns the name and the type of the array in each slot after a branch.
 
         Args:
-          outcome: what the branch did.
           groups: its outputs, with the names of these arrays.
           results: the array in each slot; None for a leaf that JAX cannot pass on.
         """
@@ -326,10 +322,6 @@ class _Branches:
 
     def _call_branch(self, number: int, leaves: Sequence[object]) -> Sequence[Any]:
         """Calls the pure function with one branch as the user's function.
-
-        Args:
-          number: the number of the branch.
-          leaves: all leaves of the arguments, by slot.
 
         Returns:
           The result of the pure function: groups of outputs, and last the outcome.
@@ -356,8 +348,6 @@ class _Branches:
         same types, even if one branch replaces an array and another one leaves it.
 
         Args:
-          outcome: what the branch did.
-          leaves: the arrays before it, by slot.
           results: the arrays after it, by slot; changed in place.
         """
         structure_before, structure_after = self._plan.structure, outcome.structure

@@ -150,8 +150,6 @@ def _make(
     """Makes the wrapper that ``custom_vjp`` or ``custom_jvp`` returns, or a decorator.
 
     Args:
-      cls: the class of the wrapper.
-      name: the name of the transform.
       fun: the user's function; None for a decorator.
       nondiff_argnums: the user's option: the positions of arguments that are not differentiated,
         and an ``nnx.DiffState`` for each argument in which a filter chooses Variables.

@@ -120,8 +120,6 @@ class _Call:
         Args:
           transform: the transform, with the arguments that are not differentiated.
           plan: what is known of the call before it: structure and names of its arguments.
-          function: its pure function.
-          leaves: the leaves of its arguments, by slot.
         """
         caller = current_caller()
         assert caller is not None  # `jax_transform` is used only in the trace of a call
@@ -182,7 +180,6 @@ class _Call:
         In an argument ``[model]``, ``(0, "kernel")`` becomes ``("kernel",)``.
 
         Args:
-          position: the position of the argument.
           path: the path of the Variable in the argument.
         """
         # The parts of an argument are the modules and Variables in its pytree. The keys of a part
@@ -231,7 +228,6 @@ class _Call:
         """Traces a rule, and returns what it did to objects, its outputs, and its second result.
 
         Args:
-          rule: the user's rule, for messages.
           call_rule: calls the rule with the arguments of the function. Returns a pair: the output
             of the rule, and anything else, which becomes the second result.
           arrays: the arrays in ``slots``.
@@ -296,7 +292,6 @@ class _Call:
         """Raises an error for two functions that do different things to objects.
 
         Args:
-          function: the user's function or a rule.
           outcome: what ``function`` did.
           other_function: another one of the user's function and rules.
           other_outcome: what ``other_function`` did.
@@ -411,9 +406,7 @@ class _CallWithVjp(_Call):
         """Runs the backward rule.
 
         Args:
-          forward: what the forward rule did.
           residuals: the leaves of ``forward.residuals``, by slot.
-          cotangents: the cotangents of the outputs.
 
         Returns:
           A tuple, as JAX wants it: its item is the cotangents of the only argument of JAX's
@@ -437,7 +430,6 @@ class _CallWithVjp(_Call):
         """Returns the cotangents that the user's backward rule gets.
 
         Args:
-          forward: what the forward rule did.
           cotangents: the cotangents of the outputs of JAX's function.
 
         Returns:
@@ -484,7 +476,6 @@ class _CallWithVjp(_Call):
         """Returns what a rule gets with graph updates, as in Flax: cotangents with states.
 
         Args:
-          outcome: what the forward rule did.
           arguments: the arguments after it, as `_arguments_after` returns them.
           cotangents: by slot after the call. The last one is None, for arrays that the call cannot
             change.
@@ -516,7 +507,6 @@ def _arguments_after(before: Structure, outcome: Outcome, no_slot: int) -> Struc
 
     Args:
       before: the structure of the arguments before the call.
-      outcome: what the call did.
       no_slot: the slot for arrays that the call cannot change.
     """
     # The structure of the output has the objects of the arguments in its table, too.
@@ -585,9 +575,7 @@ class _CallWithJvp(_Call):
         rule returns the first one, and leaves the second one in the tangents of its arguments.
 
         Args:
-          outcome: what the rule did to objects.
           outputs: the arrays that it returned or wrote, in groups.
-          d_output: the tangent that it returned.
           d_args: the tangents of all arguments, as it left them.
         """
         [rule] = self.rules
@@ -621,7 +609,6 @@ class _CallWithJvp(_Call):
         """Returns the tangents that a rule left in its argument tangents, by slot after the call.
 
         Args:
-          outcome: what the rule did to objects.
           d_args: the tangents of the arguments, as it left them.
         """
         # The tangents are flattened like the arguments, (positional, keywords), so paths are equal.

@@ -117,7 +117,6 @@ def _signature(
         objects to which it is bound.
       num_bound: the number of these first parameters, which are no operands.
       leading: the names of the parameters before the operands.
-      num_operands: the number of operands.
     """
     kind = inspect.Parameter.POSITIONAL_ONLY
     try:

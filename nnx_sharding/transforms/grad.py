@@ -162,7 +162,6 @@ def _make(
     The function's properties, such as the names of its parameters, are checked at a call.
 
     Args:
-      name: the name of the transform.
       fun: the user's function; None for a decorator.
       argnums: what is differentiated: a position, a name, an ``nnx.DiffState``, or several.
       wrt: the filter for the Variables that are differentiated; None for the default.
@@ -295,11 +294,7 @@ class PreparedCall(NamedTuple):
         return gradients[0] if self.is_single else tuple(gradients)
 
     def _arguments_with(self, gradients: Mapping[int, object]) -> dict[str, Any]:
-        """Returns all arguments by name as new objects, with gradients in place of the arrays.
-
-        Args:
-          gradients: the gradients of the arrays, by slot.
-        """
+        """Returns all arguments by name as new objects, with gradients in place of the arrays."""
         structure, objects = self.flat.structure, self.flat.objects
         # An array that is not differentiated becomes zeros of ``float0``.
         leaves = [
@@ -492,8 +487,6 @@ class ValueAndGrad(Differentiable[P, R]):
 
         Args:
           plan: the plan of the call, with the names of the arguments.
-          call: the values of the arguments.
-          flat: the same, flattened.
         """
         arguments = {argument.name: argument for argument in plan.arguments}
         values = _by_name(plan, call.tree)
@@ -553,8 +546,6 @@ class ValueAndGrad(Differentiable[P, R]):
         """Finds the Variables and bare arrays that filters choose, by the name of the argument.
 
         Args:
-          plan: the plan of the call.
-          flat: its arguments.
           filters: the filters, by the names of the differentiated arguments.
         """
         locations: dict[str, list[NamedLocation]] = {name: [] for name in filters}

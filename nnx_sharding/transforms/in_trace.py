@@ -291,7 +291,6 @@ class Inner(LiftedFunction[P, R]):
         """Runs a call within the current trace, if any; returns what the user's function returns.
 
         Args:
-          plan: the plan of the call.
           flat: its arguments, to which changes are written back.
           execute: takes the leaves, and returns what the pure function returns.
           fun: the function that the trace calls; None for the user's function.
@@ -307,7 +306,6 @@ class Inner(LiftedFunction[P, R]):
         """Runs a call that has a result besides the user's function's, such as a derivative.
 
         Args:
-          plan: the plan of the call.
           flat: its arguments, to which changes are written back.
           execute: takes the leaves, and returns what the pure function returns, and the result.
 

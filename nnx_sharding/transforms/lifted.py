@@ -160,8 +160,6 @@ class LiftedFunction(Generic[P, R]):
         Discards what ``nnx.cached_partial`` has prepared for a call of `nnx.jit`.
 
         Args:
-          args: the positional arguments, bound objects first.
-          kwargs: the keyword arguments.
           record: whether to record what flattening reads, so that a guard can be made.
         """
         _compat.leave_static_cache()
@@ -212,10 +210,6 @@ class LiftedFunction(Generic[P, R]):
           first trace captured, as with ``jax.jit``;
         * None: the function can reach something without a key, such as an array in a closure, so
           each call traces it.
-
-        Args:
-          plan: the plan of the call.
-          flat: its arguments, flattened.
         """
         is_top_level = _compat.trace_is_clean()
         if self._transform.keeps_captures and is_top_level:  # true for ``jit`` only
@@ -252,12 +246,7 @@ class LiftedFunction(Generic[P, R]):
         return program.top_level
 
     def _plan(self, call: SortedCall, flat: Flat) -> tuple[Plan, bool]:
-        """Returns the plan for a call, and whether it is new.
-
-        Args:
-          call: the arguments by their roles.
-          flat: the same, flattened.
-        """
+        """Returns the plan for a call, and whether it is new."""
         transform = self._transform
 
         def make() -> Plan:
@@ -422,12 +411,6 @@ class Lifted(LiftedFunction[P, R]):
         """Raises an error that says what holds the memory, if a call ran out of it.
 
         Returns for any other error, which the caller then raises.
-
-        Args:
-          plan: the plan of the call.
-          leaves: its arrays.
-          error: the exception that JAX raised.
-          objects: the caller's objects.
         """
 
         # Functions are passed, because only an error of memory traces and compiles again.
@@ -528,7 +511,6 @@ class Lifted(LiftedFunction[P, R]):
         """Attributes traces within the block to a call with these arguments.
 
         Args:
-          flat: the arguments.
           plan: the plan for which the times that JAX reports in the block are recorded; None if
             they are not.
         """
@@ -575,7 +557,6 @@ def _abstract_output(outcome: Outcome, types: Sequence[object], flat: Flat) -> A
       outcome: what the call did. The objects of the arguments have the same indices in its
         structure, which describes all objects after the call, as in ``flat``.
       types: the type of each array after the call, by slot.
-      flat: the arguments.
     """
     structure = outcome.structure
     static_indices = {*structure.static_indices()}
@@ -669,7 +650,6 @@ def _unbound_partial(
     The signature of the function has the object, then the parameters that the partial leaves open.
 
     Args:
-      method: the function in the class.
       args: the positional arguments that the partial gives, without the object.
       keywords: the keyword arguments that the partial gives, which a call may give again.
     """

@@ -288,7 +288,6 @@ class Mapped(InnerTransform):
         """Returns the new Variables in the output and the arguments that are stacked.
 
         Args:
-          out: the result of the user's function.
           plan: the plan of the call; ``plan.variables`` has the Variables of the arguments.
           unflattened: the objects of the arguments in the trace.
 

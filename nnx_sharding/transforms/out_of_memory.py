@@ -83,13 +83,7 @@ def _explanation(
 
 
 def _with_remedies(error: Exception, table: ModuleTable, rows: Sequence[ParameterRow]) -> Exception:
-    """Returns the error with the modules that hold most, and what would help.
-
-    Args:
-      error: the error of JAX.
-      table: the memory of each module.
-      rows: the argument arrays of the program.
-    """
+    """Returns the error with the modules that hold most, and what would help."""
     from ..analysis.units import bytes_text
 
     by_kind = table.by_kind()  # bytes on one device at the peak

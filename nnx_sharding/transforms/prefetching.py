@@ -122,7 +122,6 @@ def _sharding_of_layer(
     one layer is (in, out), with ``P("data", None)``.
 
     Args:
-      mesh: the mesh of the trace.
       spec: the spec of the Variable as the user has it.
       shape: the shape of the Variable as the user has it.
       stacked_shape: the shape of the parameter of all layers of this loop: (layers, …).
@@ -208,7 +207,6 @@ class _Loop:
 
         Args:
           step: takes the carry and the slices of one layer, as the body of ``jax.lax.scan``.
-          carry: the carry of the first layer.
           stacked: arrays of all layers, (layers, …).
           gathers: what to gather, by the position of the stacked array in ``stacked``.
           unroll: how many layers one iteration runs, as in ``jax.lax.scan``.
@@ -458,7 +456,6 @@ def _find_residuals(arrays: Arrays, available: Arrays) -> tuple[list[Any], list[
     """Finds the arrays of a pullback that have to be kept for the backward pass.
 
     Args:
-      arrays: the arrays in the pullback.
       available: the arrays that the backward pass has in any case.
 
     Returns:
@@ -481,9 +478,6 @@ def _trace_step(
     """Traces a step with the dtypes that the carry has after it.
 
     Args:
-      flat_step: the step, of these three lists.
-      initial: the whole first carry.
-      ready: the gathered parameters of the first layer.
       rest: the first layer's slices of all other stacked arrays.
 
     Returns:

@@ -79,8 +79,6 @@ class _Rules:
 
         Args:
           path: the path of the module in its argument, such as ``("layers", 0)``.
-          module: the module.
-          out: the result of its call, any pytree.
 
         Returns:
           ``out`` with named arrays.
@@ -133,7 +131,6 @@ class _Rules:
         Args:
           function: the pure function. It was traced just now, so the rules that match modules have
             been recorded.
-          leaves: all leaves with which it was traced.
         """
         if len(self.used) == len(self.rules):
             return

@@ -243,8 +243,6 @@ def _argument(
     Args:
       fun: the function that is called; its signature says where a keyword belongs.
       key: the position or the name of the carry.
-      args: the positional arguments of the call.
-      kwargs: its keyword arguments.
 
     Raises:
       TypeError: the call leaves the carry to its default.
@@ -440,7 +438,6 @@ class Loop:
 
         Args:
           step: the body, of the carry and the slices of one step.
-          carry: the first carry.
           mapped: the arrays to slice: (steps, …).
           static: the leaves that JAX does not trace, which ``step`` has captured. Only the method
             of a while loop, which overrides this one, needs them: for the condition.
@@ -458,9 +455,7 @@ class Loop:
         """Returns the outputs of the loop, in the same groups as the outputs of a step.
 
         Args:
-          last_carry: the last carry.
           stacked: the groups that were stacked; None for a group in the carry.
-          outcome: what a step did.
         """
         # The last values are found by the source that their array has in a step's outcome. An array
         # that a step does not change is no output. Its source is in the group `INPUT`, so it is in
@@ -631,10 +626,6 @@ class Loop:
 
         The structure has to stay, because the next step gets the same objects and runs the same
         program.
-
-        Args:
-          groups: the outputs of the step.
-          outcome: what the step did to objects.
         """
         structure_before, structure_after = self._structure, outcome.structure
         # Indices mean the same objects in both; objects that the step made have higher ones.
@@ -665,10 +656,6 @@ class Loop:
         """Returns a line for each output of a step that is neither stacked nor in the carry.
 
         Such an array was added by the step to a mapped object, and StateAxes give it no axis.
-
-        Args:
-          groups: the outputs of the step.
-          outcome: what the step did to objects.
         """
         # An output is in the carry if its source is one of the carry's.
         carried = {outcome.sources[slot] for slot in self._carried_after(outcome)}

@@ -96,10 +96,7 @@ class _ShardMap(Sharded):
         As in ``jax.shard_map``, a Python value whose spec is None is static.
 
         Args:
-          parameters: the parameters of the user's function.
           signature: how the call passes its arguments: by position, by name, static or not.
-          args: the positional arguments.
-          kwargs: the keyword arguments.
         """
         if not self.in_specs.may_hold_none:
             return super().sort_call(parameters, signature, args, kwargs)
@@ -168,10 +165,8 @@ class _ShardMap(Sharded):
         JAX would raise one, too, but without the names of the results.
 
         Args:
-          fun_name: the name of the user's function.
           names: the expression for each result, such as ``output[0].kernel``.
           leaves: the arrays, as tracers whose types say along which axes they vary.
-          specs: the spec of each array.
         """
         if not self.check_vma or self.context is None:
             return
@@ -237,7 +232,6 @@ class _ShardMap(Sharded):
 
         Args:
           plan: has a spec for each array, and one for each group of results.
-          function: the pure function.
 
         Returns:
           The functions that calls run; see `Program`.
@@ -290,8 +284,6 @@ class _ShardMap(Sharded):
 
         Args:
           plan: has a spec for each group of results.
-          mesh: the mesh of the specs.
-          inputs: the sharding of each array.
         """
         if self.usable_axes != frozenset(mesh.axis_names):
             return {}
@@ -397,7 +389,6 @@ def _with_types(
 
     Args:
       mapped: the result of ``jax.shard_map``, a function of all arrays.
-      shardings: the sharding of each array.
     """
 
     def with_type(leaf: object, sharding: NamedSharding) -> Any:
@@ -430,8 +421,6 @@ def _specs_in_types(
     ``P("data", None)``. The type says nothing about other axes.
 
     Args:
-      leaves: the arrays.
-      mesh: the mesh of the call.
       axis_names: the axes over which the function is manual; empty for all. The specs have no other
         axes.
 
@@ -615,7 +604,6 @@ def _makes_auto(program: Any, explicit: frozenset[AxisName]) -> bool:
 
     Args:
       program: a jaxpr. The jaxprs in its equations, such as the body of a loop, are searched, too.
-      explicit: axes that are Explicit around the program.
     """
     for equation in program.eqns:
         # The sharding in the type of a value may have no mesh.

@@ -136,8 +136,6 @@ def _merge_into(old_flat: Flat, structure: Structure, leaves: Sequence[object]) 
     Args:
       old_flat: the graph, flattened. An object is kept if the new structure has one of the same
         type at the same path.
-      structure: the new structure.
-      leaves: the new arrays, by slot.
 
     Returns:
       The graph.

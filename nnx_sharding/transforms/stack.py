@@ -340,8 +340,6 @@ def _make_layers(
     layers, over which `vmap` maps. Without any stream, `vmap` makes equal layers.
 
     Args:
-      make: makes one layer.
-      length: the number of layers.
       args: the positional arguments of ``make``; random streams among them are split.
       kwargs: its keyword arguments; random streams among them are split, too.
 
@@ -433,7 +431,6 @@ def _is_same_in_all(location: Location, flats: Sequence[Flat]) -> bool:
 
     Args:
       location: where the Variable or the arrays are in each layer.
-      flats: the layers, of equal structure.
     """
     first_layer, *other_layers = flats
     if is_in_variable(first_layer, location):

@@ -219,8 +219,6 @@ class Stage:
 
         Args:
           done: the verb for messages: ``traced`` or ``compiled``.
-          args: the positional arguments, without bound objects.
-          kwargs: the keyword arguments.
 
         Raises:
           TypeError: the arguments have another structure than the stage was made for.
@@ -245,8 +243,6 @@ class Stage:
 
         Args:
           done: the verb for messages: ``traced`` or ``compiled``.
-          args: all positional arguments.
-          kwargs: all keyword arguments.
 
         Raises:
           TypeError: the arguments have another structure than the stage was made for.
@@ -279,9 +275,6 @@ class Stage:
         explanation, and the call in C raises the given error.
 
         Args:
-          plan: the plan of the call.
-          leaves: its arrays.
-          error: the exception that JAX raised.
           objects: the caller's objects. Only functions that trace (`Lifted._failed`) need them.
         """
         failed(plan, leaves, error)  # raises an explanation that holds for any program
@@ -292,11 +285,6 @@ class Stage:
 
         Returns if none do. `Compiled` extends this, because its program may also be too large for
         the memory.
-
-        Args:
-          plan: the plan of the call.
-          leaves: its arrays.
-          error: the exception that JAX raised.
         """
         raise_mismatch(plan, leaves, self._stage, error)  # returns if it finds no difference
 
@@ -332,7 +320,6 @@ class Stage:
         Args:
           done: the verb for messages: ``traced`` or ``compiled``.
           call: the arguments of this call, by their roles.
-          flat: the same, flattened.
         """
         plan = self._plan
         stage_form = (plan.signature, plan.structure)
@@ -517,7 +504,6 @@ class Lowered(Stage):
         """Makes the compiled function.
 
         Args:
-          program: JAX's program.
           compile_with: compiles the function once more, with further options, for reports.
         """
         compiled = self._make_next(Compiled, program)

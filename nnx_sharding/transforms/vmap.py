@@ -163,10 +163,7 @@ class _Vmap(Mapped):
         """Raises a ``ValueError`` for results that cannot be stacked, or differ without an axis.
 
         Args:
-          fun_name: the name of the user's function.
           names: the expression for each result, such as ``output[0]`` or ``model.count``.
-          leaves: the arrays in the trace.
-          specs: the axis of each result.
         """
         super().check_outputs(fun_name, names, leaves, specs)  # raises for axes that do not fit
         lines = [
@@ -195,7 +192,6 @@ def _shard_alike(
     arrays, as on Auto axes: nothing is sent.
 
     Args:
-      leaves: the arrays, by slot.
       in_axes: the axis along which each array is mapped; None if it is not mapped.
       names: the expression for each array, such as ``x`` or ``model.kernel``.
 
@@ -290,7 +286,6 @@ def _explain_stacked_keys(error: Exception, plan: Plan, leaves: Sequence[Any]) -
     Args:
       error: the exception that was raised in the trace.
       plan: the plan of the call, with the names and axes of its arrays.
-      leaves: the arrays, by slot.
     """
     if not _compat.is_of_stacked_key(error):
         return

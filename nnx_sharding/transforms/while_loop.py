@@ -185,8 +185,6 @@ def _fori_bounds(
     The options are empty if a bound is traced, because then the number of steps is unknown.
 
     Args:
-      lower: the user's lower bound, an integer scalar.
-      upper: the user's upper bound, an integer scalar.
       unroll: how many steps to unroll in one iteration; None for the default.
 
     Raises:
@@ -301,7 +299,6 @@ class _WhileLoop(Loop):
 
         Args:
           step: returns the next carry, and an output without arrays that says what the step did.
-          carry: the first carry.
           mapped: is empty, because such a loop has no slices.
           static: the leaves that JAX does not trace, in pairs with their slots.
 
@@ -344,7 +341,6 @@ class _WhileLoop(Loop):
         Args:
           condition: the user's function, or :func:`_is_below`.
           caller: the call that is being traced, whose ``fun`` runs the body.
-          leaves: all leaves of the arguments, by slot.
 
         Raises:
           TypeError: the condition returns no bool scalar.

@@ -91,13 +91,6 @@ def _complete(
 
     The extension writes arrays back by itself. It calls this function if more than arrays of
     Variables changed, or if Python has to put the output together.
-
-    Args:
-      plan: the plan of the call.
-      execute: the program.
-      objects: the caller's objects, by index.
-      leaves: the arrays of the arguments, by slot.
-      outputs: what the program returned.
     """
     try:
         # All objects may be changed, because a guard holds for objects of the current trace only.

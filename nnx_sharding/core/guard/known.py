@@ -90,8 +90,6 @@ def _flatten_recorded(tree: object, key: int, entry: _KnownModel) -> Flat:
     """Flattens a module, and records how, so that it is recognized the next time.
 
     Args:
-      tree: the module.
-      key: the id of the module.
       entry: gets the walk that recognizes the module, and the structure, if the module can be
         guarded.
     """
@@ -118,6 +116,5 @@ def _watch(objects: Iterable[object], key: int) -> Iterator[weakref.ref[Any]]:
 
     Args:
       objects: the model, and the objects that its walk compares by their ids alone.
-      key: the id of the model.
     """
     return watch(objects, lambda _: _MODELS.pop(key, None))

@@ -248,13 +248,7 @@ class WalkRecorder:
     def _open_trees(
         self, positions: Iterable[int], trees: Iterable[Any], treedefs: Iterable[PyTreeDef]
     ) -> TreePositions:
-        """Records several pytrees; returns the positions of the leaves and node data of all.
-
-        Args:
-          positions: the position of each pytree.
-          trees: the pytrees.
-          treedefs: the treedef of each pytree.
-        """
+        """Records several pytrees; returns the positions of the leaves and node data of all."""
         leaves, aux = list[int](), list[int]()  # aux: node data
         for position, tree, treedef in zip(positions, trees, treedefs, strict=True):
             opened = self.open_tree(position, tree, treedef)
@@ -273,10 +267,8 @@ class WalkRecorder:
         """Adds a step that appends parts to the stream; returns their positions.
 
         Args:
-          opcode: how a walk opens the item again.
           position: the position of the item that was opened.
           expected: what a walk compares first: names, keys, a length or a treedef.
-          parts: what the item holds.
           comparisons: how each part is compared. If this is empty, each part is reported on its own
             later, and is not compared until then.
         """
@@ -295,7 +287,6 @@ class WalkRecorder:
 
         Args:
           fields: the fields: the opcode that reads each field, and how its value is compared.
-          position: the position of the object.
           values: the values of the fields, which are appended to the stream.
         """
         start = len(self._stream)

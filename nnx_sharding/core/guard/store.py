@@ -218,8 +218,6 @@ class Guards:
 
         Args:
           key: the types of the arguments, and the ids of the modules among them.
-          templates: guards of other arguments with these types.
-          arguments: the arguments, those by keyword last.
         """
         for template in templates:
             matched = match(template.walk, template.plan.structure, arguments)
@@ -281,8 +279,6 @@ class Guards:
         is collected, all templates of the form are dropped, and later calls make new ones.
 
         Args:
-          form: the types of the arguments.
-          guard: the guard of the arguments.
           identities: the objects that the guard's walk compares by identity.
         """
         templates = self._templates  # the callback uses this, as it must not keep ``self`` alive
@@ -304,9 +300,7 @@ class Guards:
 
         Args:
           key: the types of the arguments, and the ids of the modules among them.
-          walk: reads the arguments again.
           plan: serves calls for which the walk finds no change.
-          flat: the arguments, flattened.
           identities: the objects that the walk compares by identity.
         """
         # The callback uses the tables, because it must not keep ``self`` alive.
