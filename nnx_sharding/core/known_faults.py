@@ -23,7 +23,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from .. import _compat
-from ..errors import WrongGradientWarning, message, warn_or_raise
+from ..errors import WrongGradientWarning, message, see, warn_or_raise
 from ..specs.fitting import axes_of_type
 from .convolutions import Replacements, is_grouped
 
@@ -97,31 +97,39 @@ def refuse_gradients_of_varying(tree: T, *, name: str) -> T:
 
     def mark(x: Any) -> Any:
         axes = _compat.varying_axes(x)
-        return _refuse_gradient(name, tuple(sorted(axes, key=str)), x) if axes else x
+        if not axes:
+            return x
+        over = " and ".join(map(repr, sorted(axes, key=str)))
+        return without_gradient(
+            f"{name} maps with check_vma=False, in a shard_map over {over} with check_vma=True. "
+            f"JAX forgets there that results vary over {over}: gradients would be wrong. Pass "
+            "check_vma=False to the outer shard_map, too.",
+            "",
+            x,
+        )
 
     return jax.tree.map(mark, tree)  # type: ignore[no-any-return]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _refuse_gradient(name: str, axes: tuple[Any, ...], x: jax.Array) -> jax.Array:
-    """Returns an array unchanged. The derivative is `_raise_no_gradient`, which raises an error.
+def without_gradient(text: str, anchor: str, x: jax.Array) -> jax.Array:
+    """Returns an array unchanged, such that differentiating it raises a ValueError.
 
-    JAX asks for the derivative only if something differentiates the array.
+    JAX asks for the derivative (`_raise_no_gradient`) only if the array depends on what is
+    differentiated. So an evaluation runs, and a gradient is refused whatever transform takes it.
+
+    Args:
+      text: the text of the error.
+      anchor: the section of ``docs/errors.md`` about it; "" for none.
+      x: the array.
     """
     return x
 
 
-@_refuse_gradient.defjvp
-def _raise_no_gradient(
-    name: str, axes: tuple[Any, ...], primals: object, tangents: object
-) -> NoReturn:
-    """Raises the error for a gradient of ``_refuse_gradient(name, axes, x)``."""
-    over = " and ".join(map(repr, axes))
-    raise ValueError(
-        f"{name} maps with check_vma=False, in a shard_map over {over} with check_vma=True. JAX "
-        f"forgets there that results vary over {over}: gradients would be wrong. Pass "
-        "check_vma=False to the outer shard_map, too."
-    )
+@without_gradient.defjvp
+def _raise_no_gradient(text: str, anchor: str, primals: object, tangents: object) -> NoReturn:
+    """Raises the error for a derivative of ``without_gradient(text, anchor, x)``."""
+    raise see(ValueError(text), anchor)
 
 
 _REDUCED = "reduced operand of a product"

@@ -15,7 +15,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,8 @@ from ..activations.trace_keys import pass_tags
 from ..activations.variables import modules_in
 from ..core.constrain import mesh_in_trace
 from ..core.flatten import Flat
-from ..errors import UnshardedWarning, message, raise_if_any, see, warn_or_raise
+from ..core.known_faults import without_gradient
+from ..errors import UnshardedWarning, message, raise_if_any, warn_or_raise
 from ..specs.fitting import axes_of_type
 from ..specs.paths import Path, accessor
 from ..specs.types import AnyMesh
@@ -479,26 +480,12 @@ def _shapes(tree: object) -> list[tuple[int, ...]]:
     return [x.shape for x in leaves if _compat.is_plain_array(x)]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _refuse_gradient(microbatches: int, x: jax.Array) -> jax.Array:
     """Returns x, an output of the layers, such that differentiating it is an error.
 
-    JAX calls the rule for the derivative, `_raise_no_gradient`, only if x depends on what is
-    differentiated. So an evaluation runs, and a gradient outside of ``accumulate_gradients`` is
-    refused, whatever transform takes it.
-
     Args:
-      microbatches: the number of microbatches, for the message of `_raise_no_gradient`.
-    """
-    return x
-
-
-@_refuse_gradient.defjvp
-def _raise_no_gradient(microbatches: int, primals: object, tangents: object) -> NoReturn:
-    """Raises a ValueError; JAX calls this as the rule for derivatives of `_refuse_gradient`.
-
-    JAX passes the argument that is not differentiated, ``microbatches``, then the inputs and their
-    tangents.
+      microbatches: the number of microbatches, for the message.
+      x: the output of the layers.
     """
     text = message(
         'pipeline: schedule="1f1b" has gradients only in accumulate_gradients, which knows the '
@@ -510,7 +497,7 @@ def _raise_no_gradient(microbatches: int, primals: object, tangents: object) -> 
         f"Write accumulate_gradients(loss, steps={microbatches}) in place of value_and_grad(loss). "
         "Or leave out the schedule.",
     )
-    raise see(ValueError(text), anchor="gradient-outside-of-the-schedule")
+    return without_gradient(text, "gradient-outside-of-the-schedule", x)
 
 
 def _check_captures(layers: nnx.Module) -> None:
