@@ -50,7 +50,7 @@ new value in one slot. `_where_stage` chooses between two arrays stage by stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,7 @@ from .pipeline_parts import LossParts
 from .pipeline_stage import Residuals, TracedStages
 from .pipeline_timetable import Timetable
 from .shard_sums import ShardSums, add_up, dtype_of_sums
+from .staged_layers import put, take, where_stage
 
 Arrays: TypeAlias = Sequence[Any]
 Rest = TypeVar("Rest")
@@ -223,9 +224,12 @@ class OneForwardOneBackward:
         num_warm, num_steady = self._time.delay, self._time.microbatches  # S - 1 and M ticks
         num_cool = num_warm
         carry = self._first_carry()
-        carry, _ = self._scan(self._run_warm, carry, 0, num_warm)
-        carry, returned = self._scan(self._run_steady, carry, num_warm, num_steady)
-        carry, _ = self._scan(self._run_cool, carry, num_warm + num_steady, num_cool)
+        warm_ticks = jnp.arange(num_warm)
+        steady_ticks = num_warm + jnp.arange(num_steady)
+        cool_ticks = num_warm + num_steady + jnp.arange(num_cool)
+        carry, _ = jax.lax.scan(self._run_warm, carry, warm_ticks)
+        carry, returned = jax.lax.scan(self._run_steady, carry, steady_ticks)
+        carry, _ = jax.lax.scan(self._run_cool, carry, cool_ticks)
         return Accumulated(returned, self._last_state(carry), self._target_gradients(carry))
 
     def _target_gradients(self, carry: _Carry) -> ByPosition:
@@ -255,18 +259,6 @@ class OneForwardOneBackward:
         )
         return carry.early | carry.late | self._parts.run_ending(inputs_at_the_end)
 
-    def _scan(self, run: Callable[..., Any], carry: _Carry, start: int, count: int) -> Any:
-        """Runs ``count`` ticks, from number ``start``.
-
-        Args:
-          run: runs one tick: ``(carry, tick) → (carry, output)``.
-          carry: the carry of the first of these ticks.
-
-        Returns:
-          A pair: the last carry, and the outputs of all ticks, (count, …).
-        """
-        return jax.lax.scan(run, carry, start + jnp.arange(count))
-
     def _run_warm(self, carry: _Carry, tick: jax.Array) -> tuple[_Carry, None]:
         """Runs a tick with a forward pass only."""
         return self._forward(carry, tick), None
@@ -286,7 +278,7 @@ class OneForwardOneBackward:
         # The gradients of the stages' outputs, (S, rows, …). The last stage has its gradient from
         # the loss. Each other stage has received it from the next stage in the tick before.
         d_out = {
-            i: _where_stage(self._time.is_last, d_leaving[i], received)
+            i: where_stage(self._time.is_last, d_leaving[i], received)
             for i, received in carry.received_d_out.items()
         }
         return self._backward(carry, tick, d_out), returned
@@ -311,7 +303,7 @@ class OneForwardOneBackward:
         # 2. The layers' inputs. The first stage has x from the prefix, the others from the stage
         # before.
         x = {  # (S, rows, …)
-            i: self._staged.constrain_rows(_where_stage(time.is_first, prefix_outputs[i], received))
+            i: self._staged.constrain_rows(where_stage(time.is_first, prefix_outputs[i], received))
             for i, received in carry.received_x.items()
         }
         items = time.forward(tick)  # (S,): stage s has microbatch `tick - s`
@@ -330,7 +322,7 @@ class OneForwardOneBackward:
         early = {
             i: jnp.where(is_entering, prefix_outputs[i], old) for i, old in carry.early.items()
         }
-        written = {i: _where_stage(is_busy, written[i], old) for i, old in carry.written.items()}
+        written = {i: where_stage(is_busy, written[i], old) for i, old in carry.written.items()}
         return carry._replace(
             received_x=self._send(out, 1),
             early=early,
@@ -408,7 +400,7 @@ class OneForwardOneBackward:
         d_fixed = {}
         for i in parts.fixed_with_gradients:
             on_stage = is_busy[None] if i in parts.split_fixed else is_busy
-            d_fixed[i] = _where_stage(on_stage, gradients[i], 0)
+            d_fixed[i] = where_stage(on_stage, gradients[i], 0)
         d_x = _pick(gradients, parts.x_with_gradients)  # (S, rows, …)
         by_prefix = self._prefix_gradients(carry, time.returning(tick), d_x)
         return carry._replace(
@@ -543,13 +535,13 @@ class OneForwardOneBackward:
         Args:
           early: the early state with which the microbatch enters, by the positions of outputs.
         """
-        microbatch_arrays = {i: _take(stacked, microbatch) for i, stacked in self._batch.items()}
+        microbatch_arrays = {i: take(stacked, microbatch) for i, stacked in self._batch.items()}
         return self._arrays | microbatch_arrays | _rename(early, self._loss.state)
 
     def _early_of(self, carry: _Carry, microbatch: jax.Array) -> ByPosition:
         """Returns the early state with which a microbatch entered."""
         slot = self._time.slot(microbatch)
-        return {i: _take(ring, slot) for i, ring in carry.past_early.items()}
+        return {i: take(ring, slot) for i, ring in carry.past_early.items()}
 
     def _fixed_gradients(self, carry: _Carry) -> ByPosition:
         """Returns the gradients of the fixed values, by position, in the dtypes of these values."""
@@ -589,30 +581,11 @@ def _rename(arrays: ByPosition, position_of: Mapping[int, int]) -> ByPosition:
     return {position_of[i]: x for i, x in arrays.items()}
 
 
-def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns one item along the first dimension."""
-    return cast(jax.Array, jax.lax.dynamic_index_in_dim(x, index, keepdims=False))
-
-
 def _put(
     rings: Mapping[int, Any], arrays: Mapping[int, Any], slot: jax.Array, axis: int = 0
 ) -> dict[int, Any]:
     """Replaces one slot of each ring by the array at its position; slots are along ``axis``."""
-    return {
-        i: jax.lax.dynamic_update_index_in_dim(ring, arrays[i], slot, axis)
-        for i, ring in rings.items()
-    }
-
-
-def _where_stage(on_stage: jax.Array, x: Any, y: Any) -> jax.Array:
-    """Returns x on the stages where ``on_stage``, (S,), is true, and y on the other stages.
-
-    The arrays x and y are (S, …), but one of them may be the same for all stages, (…). If
-    ``on_stage`` is (1, S), they are (n, S, …).
-    """
-    ndim = max(jnp.ndim(x), jnp.ndim(y))
-    trailing_dims = range(on_stage.ndim, ndim)
-    return jnp.where(jnp.expand_dims(on_stage, tuple(trailing_dims)), x, y)
+    return {i: put(ring, arrays[i], slot, axis) for i, ring in rings.items()}
 
 
 def _add(totals: ByPosition, new: ByPosition) -> ByPosition:

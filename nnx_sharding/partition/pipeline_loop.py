@@ -70,7 +70,7 @@ from ..transforms.stacked_layers import (
     with_arrays,
 )
 from ..transforms.vmap import vmap
-from .staged_layers import Further, StagedLayers, take, write_back
+from .staged_layers import Further, StagedLayers, put, take, where_stage, write_back
 
 
 class PipelineLoop:
@@ -82,7 +82,7 @@ class PipelineLoop:
         _sizes          S, M and R, and how many items and ticks there are
         _call_stages    calls the layers of all stages, ``(layers, x, stages, tick) → x``, and
                         updates them
-        _split_further  the further arguments, split into microbatches
+        _further_of     returns the further arguments of a microbatch, given by its number
     """
 
     def __init__(self, staged: StagedLayers, has_rows: Sequence[bool]):
@@ -94,7 +94,7 @@ class PipelineLoop:
             same rows as x.
         """
         self._staged, self._sizes = staged, staged.sizes
-        self._split_further = _SplitFurther(staged.further, has_rows, self._to_microbatches)
+        self._further_of = _split_further(staged.further, has_rows, self._to_microbatches)
         call_stage = self.call_stage
         if staged.is_remat:  # only the inputs of a stage are kept for its backward pass
             # `prevent_cse` is not needed in a scan, because no compiler merges the recomputation
@@ -185,7 +185,7 @@ class PipelineLoop:
         flat = flatten_layer(layers)
         old = {slot: take(flat.leaves[slot], repeat, axis=0) for slot in staged.slots}
         group = _copy_layers(flat, old, staged.stack, nnx.spmd.remove_axis)
-        args, kwargs = self._split_further.of_microbatch(microbatch)
+        args, kwargs = self._further_of(microbatch)
         # This may write other arrays to the Variables of the copy.
         out = staged.call_layers(group, x, args, kwargs)
 
@@ -195,7 +195,7 @@ class PipelineLoop:
             A stage without an item keeps its old array.
             """
             kept = jnp.where(has_item, new, old[slot])
-            return _put(flat.leaves[slot], kept, repeat, axis=0)
+            return put(flat.leaves[slot], kept, repeat, axis=0)
 
         # The arrays that have changed in the copy are written to the Variables of `layers`.
         write_back(flat, flatten_layer(group), old, put_into_repeat)
@@ -213,10 +213,8 @@ class PipelineLoop:
           received: what each stage received in the tick before, (S, rows, …).
         """
         microbatch = take(buffer, tick % self._sizes.microbatches, axis=1)  # (S, rows, …)
-        trailing_dims = range(1, received.ndim)
         is_first = jnp.arange(self._sizes.stages) == 0  # (S,)
-        is_first = jnp.expand_dims(is_first, tuple(trailing_dims))  # (S, 1, …)
-        return self._staged.constrain_rows(jnp.where(is_first, microbatch, received))
+        return self._staged.constrain_rows(where_stage(is_first, microbatch, received))
 
     def _store_in_buffer(
         self, tick: jax.Array, buffer: jax.Array, received: jax.Array
@@ -235,7 +233,7 @@ class PipelineLoop:
         # While the last stage has no item, the buffer keeps this microbatch, because the first
         # stage has not read it yet.
         stored = jnp.where(item >= 0, received, take(buffer, index, axis=1))
-        buffer = _put(buffer, stored, index, axis=1)
+        buffer = put(buffer, stored, index, axis=1)
         return self._staged.constrain(buffer, None, *self._staged.row_entry)  # (S, M, rows, …)
 
     def _split_rows(self, leaf: jax.Array) -> jax.Array:
@@ -295,48 +293,33 @@ class PipelineLoop:
         return self._staged.constrain(layers.reshape(length, batch, *layers.shape[5:]))
 
 
-class _SplitFurther:
-    """The further arguments of layers; arrays with rows are split into microbatches.
+def _split_further(
+    further: Further,
+    has_rows: Sequence[bool],
+    to_microbatches: Callable[[jax.Array], jax.Array],
+) -> Callable[[jax.Array], Further]:
+    """Returns a function from the number of a microbatch to the further arguments of layers in it.
 
-    ``_leaves`` and ``_treedef`` are the flattened arguments, in which modules are leaves.
-    ``_microbatches`` has the arrays with rows, (M, rows, …), by the position of the leaf.
+    Args:
+      further: the further arguments of the call.
+      has_rows: for each leaf in them whether it is an array with rows. Modules are leaves.
+      to_microbatches: splits an array: (batch, …) → (M, rows, …).
     """
+    leaves, treedef = jax.tree.flatten(further, is_leaf=_compat.is_graph_object)
+    positions = [position for position, leaf_has_rows in enumerate(has_rows) if leaf_has_rows]
+    microbatches = [to_microbatches(leaves[position]) for position in positions]  # (M, rows, …)
 
-    def __init__(
-        self,
-        further: Further,
-        has_rows: Sequence[bool],
-        to_microbatches: Callable[[jax.Array], jax.Array],
-    ):
-        """Keeps the further arguments, and splits the arrays with rows into microbatches.
+    def of_microbatch(index: jax.Array) -> Further:
+        rows = [take(array, index) for array in microbatches]  # (M, rows, …) → (rows, …)
+        return cast(Further, jax.tree.unflatten(treedef, replace_slots(leaves, positions, rows)))
 
-        Args:
-          has_rows: for each leaf in them whether it is an array with rows.
-          to_microbatches: splits an array: (batch, …) → (M, rows, …).
-        """
-        self._leaves, self._treedef = jax.tree.flatten(further, is_leaf=_compat.is_graph_object)
-        self._microbatches = dict[int, jax.Array]()
-        for position, leaf_has_rows in enumerate(has_rows):
-            if leaf_has_rows:
-                self._microbatches[position] = to_microbatches(self._leaves[position])
-
-    def of_microbatch(self, index: jax.Array) -> Further:
-        """Returns the arguments with the rows of one microbatch."""
-        # (M, rows, …) → (rows, …)
-        rows = [take(array, index, axis=0) for array in self._microbatches.values()]
-        leaves = replace_slots(self._leaves, self._microbatches, rows)
-        return cast(Further, jax.tree.unflatten(self._treedef, leaves))
+    return of_microbatch
 
 
 def _join_rows(buffer: jax.Array) -> jax.Array:
     """Joins the microbatches in the buffer of the first stage: (S, M, rows, …) → (batch, …)."""
     rows = jnp.swapaxes(buffer[0], 0, 1)  # (rows, M, …)
     return rows.reshape(-1, *buffer.shape[3:])
-
-
-def _put(x: jax.Array, part: jax.Array, index: jax.Array, axis: int) -> jax.Array:
-    """Returns x with ``part`` at an index along an axis, where `take` would read it."""
-    return cast(jax.Array, jax.lax.dynamic_update_index_in_dim(x, part, index, axis))
 
 
 def _copy_layers(

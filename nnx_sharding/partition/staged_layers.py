@@ -332,9 +332,25 @@ class StagedLayers:
         return self.constrain(groups.reshape(-1, *leaf.shape[3:]))
 
 
-def take(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
+def take(x: jax.Array, index: jax.Array, axis: int = 0) -> jax.Array:
     """Returns the part of an array at an index along an axis, without this axis."""
     return cast(jax.Array, jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False))
+
+
+def put(x: jax.Array, part: jax.Array, index: jax.Array, axis: int = 0) -> jax.Array:
+    """Returns x with ``part`` at an index along an axis, where `take` would read it."""
+    return cast(jax.Array, jax.lax.dynamic_update_index_in_dim(x, part, index, axis))
+
+
+def where_stage(on_stage: jax.Array, x: Any, y: Any) -> jax.Array:
+    """Returns x on the stages where ``on_stage``, (S,), is true, and y on the other stages.
+
+    The arrays x and y are (S, …), but one of them may be the same for all stages, (…). If
+    ``on_stage`` is (1, S), they are (n, S, …).
+    """
+    ndim = max(jnp.ndim(x), jnp.ndim(y))
+    trailing_dims = range(on_stage.ndim, ndim)
+    return jnp.where(jnp.expand_dims(on_stage, tuple(trailing_dims)), x, y)
 
 
 def write_back(
