@@ -43,10 +43,10 @@ from ..core.constrain import type_spec
 from ..core.flatten import flatten
 from ..core.rebuild import rebuild
 from ..core.retyping import LEFT_AUTO_AXES, AxisTypeChange, RetypedArrays, call_retyped
-from ..specs.activation_sharding import ActivationSharding, InOutSharding
+from ..specs.activation_sharding import ActivationSharding
 from ..specs.fitting import keep_axes, spec_axes
 from ..specs.types import AxisName
-from .calls import Shape, Tag
+from .calls import Frame, Shape, Tag
 from .intercept import Keywords
 from .variables import is_layer, modules_in
 
@@ -99,11 +99,7 @@ def with_auto_axes(
 
 
 def inferred_axes(
-    module: object,
-    tag: Tag,
-    declared: InOutSharding,
-    explicit: frozenset[AxisName],
-    inputs: tuple[tuple[Any, ...], Keywords],
+    frame: Frame, explicit: frozenset[AxisName], inputs: tuple[tuple[Any, ...], Keywords]
 ) -> frozenset[AxisName]:
     """Returns which Explicit axes are Auto in a method: all or none of them.
 
@@ -116,13 +112,12 @@ def inferred_axes(
     4. All are Auto if a strategy infers shardings, or if this is a layer with a declared output.
 
     Args:
-      module: the module.
-      tag: its tag.
-      declared: the shardings that are declared for the method.
+      frame: the call of the method, with what is declared for it.
       explicit: the Explicit axes of the mesh.
       inputs: the positional and keyword arguments of the call.
     """
     args, kwargs = inputs
+    module, tag, declared = frame.module, frame.tag, frame.declared
     has_types = first_with_explicit_spec((args, kwargs)) is not None
     if not explicit or not has_types or kwargs.get("out_sharding") is not None:
         return frozenset()

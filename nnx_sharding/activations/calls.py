@@ -38,7 +38,7 @@ from ..core.plan import Plan
 from ..core.retyping import LEFT_AUTO_AXES
 from ..core.unflatten import unflatten
 from ..errors import warnings_collected
-from ..specs.activation_sharding import ActivationSharding
+from ..specs.activation_sharding import ActivationSharding, InOutSharding
 from ..specs.fitting import axes_of_type, with_entries
 from ..specs.paths import Path, accessor
 from ..specs.types import Arrays, AxisName
@@ -120,7 +120,8 @@ class Frame:
       tag: the tag of the module.
       module: the module.
       method: the name of the method.
-      chosen_by: who has chosen the specs for this call.
+      declared: the specs of input and output that are declared for this call; each may be None.
+      chosen_by: who has declared these specs.
       is_strict: whether it is an error if the specs do not fit.
       is_by_strategy: whether a strategy chose the types of the output.
       is_outermost: whether no other module called this one.
@@ -138,6 +139,7 @@ class Frame:
     def __init__(self, tag: Tag, module: object, method: str):
         """Starts the record of one call of a module; ``method`` is the name of the method."""
         self.tag, self.module, self.method = tag, module, method
+        self.declared = InOutSharding()
         self.chosen_by: ChosenBy = "compiler"
         self.is_strict = False
         self.is_by_strategy = False

@@ -44,13 +44,10 @@ class ScheduleUses:
         self._called = set[Place]()
         self._taken_out = set[Place]()
 
-    def note_run(self, name: str, path: Path) -> None:
-        """Records that the schedule of a module ran."""
-        self._ran.add((name, path))
-
-    def note_call(self, name: str, path: Path) -> None:
-        """Records that a module was called without a schedule."""
-        self._called.add((name, path))
+    def note_call(self, place: Place, *, by_schedule: bool) -> None:
+        """Records that a module was called: by its schedule, or without one."""
+        places = self._ran if by_schedule else self._called
+        places.add(place)
 
     def note_single_layers(self, stack: Any) -> None:
         """Records that layers of a ``Stack`` are used one by one."""

@@ -3,7 +3,8 @@
 Models do not know how they are sharded. A :class:`Scope` knows it. While a function is traced, the
 scope gets each call of a module (``intercept.py``), and it
 
-    finds      what the user or a strategy declared for the module, by its path (``tagging.py``)
+    finds      what the user or a strategy declared for the module (``declarations.py``), by its
+               path (``tagging.py``)
     gathers    the module's own parameters, as FSDP does, for the duration of the call
                (``gathering.py``)
     retypes    Explicit axes to Auto in the call, if shardings are inferred (``axis_types.py``)
@@ -21,10 +22,9 @@ example in a pipeline. The *plan* is what is known of the function before its tr
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -32,7 +32,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..core.arguments import Argument, ArgumentPart
 from ..core.call_context import Caller
 from ..core.constrain import (
     apply_shardings,
@@ -49,17 +48,11 @@ from ..errors import ActivationError, raise_if_any
 from ..specs.activation_sharding import (
     ActivationSharding,
     CallSchedule,
-    InOutSharding,
-    indices_for_other_methods,
 )
-from ..specs.filters import glob_hint
 from ..specs.fitting import (
-    axes_of,
     axes_of_type,
-    first_axes,
     fit_sharding,
     keep_axes,
-    pad_entries,
     spec_and_mesh,
     spec_axes,
 )
@@ -76,6 +69,7 @@ from .axis_types import (
 from .calls import RECORD, Frame, Tag, in_call
 from .columns import spec_of_columns
 from .constraining import Constrainer
+from .declarations import Declarations
 from .explanations import (
     add_hint_outside,
     explain,
@@ -85,9 +79,10 @@ from .explanations import (
 )
 from .gathering import gathered_values
 from .intercept import Call, Keywords, current_handler, original_of, with_handler
+from .rows import DeclaredRows
 from .schedules import SCHEDULE_USES, PendingCall, Place, ScheduleUses
 from .tagging import Tagger
-from .trace_keys import CONTEXT, TraceContext, pass_paths, pass_tags
+from .trace_keys import CONTEXT, pass_paths, pass_tags
 from .updates import update
 from .variables import replaced_values
 from .whole_outputs import WholeOutputs
@@ -127,7 +122,7 @@ def sharded_activations(
     # the user's code, which leave as they are.
     try:
         # JAX uses a trace again only if `CONTEXT` holds the same object as when it was made.
-        with CONTEXT(scope.context), in_context(mesh):
+        with CONTEXT(scope.declarations.context), in_context(mesh):
             yield functools.partial(scope.run, caller.fun)
     except _compat.SHARDING_OR_VALUE_ERRORS as error:
         if _compat.is_sharding_error(error):  # an operation outside of modules raised it
@@ -149,15 +144,18 @@ def declared_rows(x: object) -> NamedSharding | None:
     # The handler may be another transform's, such as that of a `remat` with filters.
     if not isinstance(scope, Scope) or not isinstance(x, jax.Array):
         return None
-    return scope.declared_rows(x)
+    return scope.rows.sharding(x)
 
 
 class Scope:
     """The handler of the calls of modules during one trace.
 
-    ``context`` is the key of this trace for JAX (`TraceContext`), with the filters that matched in
-    the trace: ``used`` has pairs of the number of a source and of the filter in it. `run` calls
-    the user's function; within it, each call of a module becomes a call of the scope itself.
+    `run` calls the user's function; within it, each call of a module becomes a call of the scope
+    itself.
+
+    Attributes:
+      declarations: the sources, of the user and of strategies.
+      rows: tells how the rows of an array are declared to be sharded.
 
     Its private attributes:
 
@@ -168,7 +166,6 @@ class Scope:
         _mesh            the mesh of the trace; None if there is none
         _axes            the axes of this mesh, except those that are Manual in a `shard_map`
         _explicit_axes   the Explicit axes in the types of the arguments
-        _sources         what is declared: first by the user (``_num_declared``), then by strategies
         _outer           the handler around this scope; None if there is none
         _observes        whether it handles calls even if nothing is declared
         _tagger          makes the tags of modules
@@ -177,8 +174,6 @@ class Scope:
         _schedules       the schedules for modules in the arguments, by name and path of the module
         _pending         the results of calls that a schedule runs later, with the last of them;
                          ``check_ran`` of one raises an error if that has not happened
-        _other_methods   for a filter, by the numbers of its source and of the filter: the methods
-                         that ran of modules that match it, but for which it declares nothing
     """
 
     def __init__(self, plan: Plan, transform: Sharded, unflattened: Unflattened, leaves: Arrays):
@@ -193,7 +188,6 @@ class Scope:
         self._plan, self._transform = plan, transform
         self._unflattened, self._leaves = unflattened, leaves
         self._pending: list[PendingCall] = []
-        self._other_methods: dict[tuple[int, int], set[str]] = {}
         self._schedules: dict[Place, CallSchedule] = {}
         self._whole_outputs = WholeOutputs()
 
@@ -208,15 +202,12 @@ class Scope:
         self._outer = current_handler()
         self._observes = self._has_to_observe()
 
-        # The first source is declared for the whole function. `_tag_arguments` adds the sources of
-        # single arguments. The context depends on all sources, so it comes last.
-        declared = transform.activation_shardings
-        self._sources = [] if declared is None else [declared]
-        self._num_declared = len(self._sources)
+        # `_tag_arguments` adds the declarations for single arguments.
+        self.declarations = Declarations(transform.activation_shardings, plan.batch_axes)
+        self.rows = DeclaredRows(plan, leaves, self._mesh, self._axes)
         self._constrainer = Constrainer(transform, self._mesh, self._axes)
         self._tagger = Tagger(plan, unflattened, self._mesh, self._axes, self._explicit_axes)
         self._tag_arguments()
-        self.context = self._context()
 
     def _has_to_observe(self) -> bool:
         """Returns whether this scope handles calls even if nothing is declared.
@@ -232,25 +223,10 @@ class Scope:
         is_recorded = RECORD.value is not None
         return bool(has_explicit or is_recorded)
 
-    def _context(self) -> TraceContext:
-        """Returns the key of this trace for JAX: one object for equal declarations.
-
-        JAX uses the trace of an inner function again only for the same object, so inner functions
-        with equal declarations share a trace. Another outermost trace has other objects, because
-        filters that have matched in an earlier trace would seem to match nothing.
-        """
-        outer_context: TraceContext | None = CONTEXT.value
-        # All contexts in one outermost trace share this dictionary.
-        contexts = {} if outer_context is None else outer_context.within_outermost
-        key = tuple(self._sources), self._plan.batch_axes
-        if key not in contexts:
-            contexts[key] = TraceContext(self._plan.batch_axes, contexts)
-        return contexts[key]
-
     @property
     def is_needed(self) -> bool:
         """Whether there is anything to apply, explain or record."""
-        return bool(self._sources) or self._observes
+        return bool(self.declarations.sources) or self._observes
 
     def run(self, fun: Call, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the user's function, with this scope as the handler of the calls of modules in it.
@@ -294,7 +270,8 @@ class Scope:
         counts as used if its module is called, because then the schedule runs.
         """
         # Public methods are intercepted in any case. Declared ones may have private names.
-        declared_methods = {x.method for source in self._sources for x in source.shardings}
+        sources = self.declarations.sources
+        declared_methods = {x.method for source in sources for x in source.shardings}
         is_inner = SCHEDULE_USES.get() is not None  # True: the outermost trace reports schedules
         if is_inner or not self._schedules:
             return with_handler(self, declared_methods, fun, *args, **kwargs)
@@ -313,8 +290,14 @@ class Scope:
         An argument whose ``in_shardings`` are a strategy has a source of its own, which is added to
         the sources that are declared for all arguments.
         """
-        for_all = tuple(self._sources)
-        parts = self._parts_of_arguments()
+        for_all = tuple(self.declarations.sources)
+        # A part is an object in an argument, such as a module: ``part.child`` is its index, and
+        # ``part.keys`` its path.
+        parts = [
+            (argument, part, _own_source(part.spec))
+            for argument in self._plan.graph_arguments
+            for part in argument.parts
+        ]
         # Explanations and records name modules by their tags, so they need tags as well.
         has_own_sources = any(own_source is not None for *_, own_source in parts)
         if not (for_all or self._observes or has_own_sources):
@@ -322,8 +305,8 @@ class Scope:
         structure = self._plan.structure
         tagged = set[int]()  # the indices of modules; a shared module keeps its first path
         for argument, part, own_source in parts:
-            if own_source is not None and own_source not in self._sources:
-                self._sources.append(own_source)
+            if own_source is not None:
+                self.declarations.add(own_source)
             sources = for_all if own_source is None else (*for_all, own_source)
             name = accessor(argument.name, part.keys)  # for example, ``models[0]``
             # `paths` has one path to each object in the part, by its index: the shortest path.
@@ -341,21 +324,6 @@ class Scope:
                     # Each layer of a list may have the schedule, which runs at the list's path.
                     self._schedules[name, schedule.module_path(path)] = schedule
 
-    def _parts_of_arguments(
-        self,
-    ) -> list[tuple[Argument, ArgumentPart, ActivationSharding | None]]:
-        """Lists the parts of all arguments: (argument, part, what is declared for this part only).
-
-        A part is an object in an argument, such as a module: ``part.child`` is its index, and
-        ``part.keys`` its path. The last item is None for most parts.
-        """
-        parts: list[tuple[Argument, ArgumentPart, ActivationSharding | None]] = []
-        for argument in self._plan.graph_arguments:
-            for part in argument.parts:
-                has_rules = isinstance(part.spec, StateSharding)  # a strategy returns one
-                parts.append((argument, part, part.spec.activations if has_rules else None))
-        return parts
-
     def __call__(
         self, module: Any, method: str, call: Call, args: tuple[Any, ...], kwargs: Keywords
     ) -> Any:
@@ -372,10 +340,12 @@ class Scope:
           The result of the method, sharded as declared.
         """
         # A module that is in no argument has no tag yet, for example if the function makes it.
-        tag = _compat.tag_of(module) or self._tagger.tag_foreign(module, tuple(self._sources))
+        tag = _compat.tag_of(module) or self._tagger.tag_foreign(
+            module, tuple(self.declarations.sources)
+        )
         # A module that the function captures from a trace around this one has the tag of that
         # trace. The declarations of that trace are for it, so the outer handler gets the call.
-        is_ours = all(source in self._sources for source in tag.sources)
+        is_ours = all(source in self.declarations.sources for source in tag.sources)
         if not is_ours and self._outer is not None:
             return self._outer(module, method, call, args, kwargs)
         if isinstance(module, nnx.Optimizer) and method == "update":
@@ -390,12 +360,13 @@ class Scope:
                 return redirected
             args, kwargs = redirected
         if method == "__call__" and (uses := SCHEDULE_USES.get()) is not None:
-            if schedule is None:
-                uses.note_call(tag.name, tag.path)
-            else:
-                uses.note_run(tag.name, tag.path)
+            uses.note_call((tag.name, tag.path), by_schedule=schedule is not None)
         with in_call(Frame(tag, module, method)) as frame:
-            out = self._call_with_own_errors(frame, schedule, call, args, kwargs)
+            try:
+                out = self._call_sharded(frame, schedule, call, args, kwargs)
+            except _compat.SHARDING_OR_VALUE_ERRORS as error:
+                self._explain(error, frame, (args, kwargs))
+                raise
             frame.record(out)  # for reports; does nothing in any other trace
         if schedule is None and method != "__call__":
             # A pipeline of ``__call__`` does not run in other methods, which may be a mistake.
@@ -404,30 +375,24 @@ class Scope:
                 unused.report_other_method(tag, method, args, out)
         return out
 
-    def _call_with_own_errors(
-        self,
-        frame: Frame,
-        schedule: CallSchedule | None,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: Keywords,
-    ) -> Any:
-        """Runs `_call_sharded` with the same arguments; explains JAX's errors about types of axes.
+    def _explain(self, error: Exception, frame: Frame, inputs: tuple[object, ...]) -> None:
+        """Explains JAX's errors about types of axes: raises another one, or adds a note.
+
+        Returns for any other error.
+
+        Args:
+          error: the error.
+          frame: the call of a module that raised it.
+          inputs: the positional and keyword arguments of the call.
 
         Raises:
           ActivationError: JAX cannot type an operation of the method, or the method passes specs to
             ``with_sharding_constraint`` that need Auto axes.
         """
-        try:
-            return self._call_sharded(frame, schedule, call, args, kwargs)
-        except _compat.SHARDING_OR_VALUE_ERRORS as error:
-            if _compat.is_sharding_error(error):
-                # This always raises.
-                refuse_untyped(error, self._transform.name, frame, (args, kwargs))
-            if self._explicit_axes:
-                # Raises another error, or adds a note, or does nothing.
-                explain(error, self._transform.name, frame)
-            raise
+        if _compat.is_sharding_error(error):
+            refuse_untyped(error, self._transform.name, frame, inputs)  # always raises
+        if self._explicit_axes:
+            explain(error, self._transform.name, frame)
 
     def _schedule(self, tag: Tag, module: object, method: str) -> CallSchedule | None:
         """Returns the schedule by which a strategy runs a call of a method; None for a plain call.
@@ -464,9 +429,10 @@ class Scope:
         has_specs = bool(frame.tag.specs)  # not empty: the module has Variables of its own
         if has_specs:
             self._whole_outputs.begin_layer()
-        chosen = self._choose(frame)  # the declared specs of input and output; they may be None
-        if chosen.input is not None and args:
-            first_arg = self._constrainer.constrain(args[0], chosen.input, frame, side="input")
+        self.declarations.choose(frame)
+        if frame.declared.input is not None and args:
+            spec = frame.declared.input
+            first_arg = self._constrainer.constrain(args[0], spec, frame, side="input")
             args = (first_arg, *args[1:])
         if schedule is not None and self._mesh is not None:
             # The new function takes the same arguments, and runs the module's layers in stages.
@@ -475,30 +441,26 @@ class Scope:
                 call,
                 mesh=self._mesh,
                 batch_axes=self._plan.batch_axes,
-                axes_of_rows=self._axes_of_rows,
+                axes_of_rows=self.rows.axes,
                 prefetch=any(source.prefetch for source in frame.tag.sources),
             )
         gathered = gathered_values(frame.module, frame.tag, self._mesh, self._axes)
         with replaced_values(gathered):
-            return self._call_typed(frame, chosen, call, args, kwargs)
+            return self._call_typed(frame, call, args, kwargs)
 
-    def _call_typed(
-        self,
-        frame: Frame,
-        chosen: InOutSharding,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: Keywords,
-    ) -> Any:
+    def _call_typed(self, frame: Frame, call: Call, args: tuple[Any, ...], kwargs: Keywords) -> Any:
         """Calls a method, on Auto axes if shardings are inferred in it, and shards its result.
 
         Args:
-          frame: the call, with the tag of the module.
-          chosen: the specs that are declared for the call.
+          frame: the call, with the tag of the module, and the specs that are declared for it.
+          call: the bound method.
+          args: the positional arguments of the call.
+          kwargs: its keyword arguments.
         """
         mesh = jax.sharding.get_abstract_mesh()
         explicit = axes_of_type(mesh, AxisType.Explicit)
-        spec_on_mesh = spec_and_mesh(chosen.output, mesh)  # None if no single spec is declared
+        # None if no single spec is declared.
+        spec_on_mesh = spec_and_mesh(frame.declared.output, mesh)
         if explicit and spec_on_mesh is not None:
             spec, _ = spec_on_mesh
             # Over `unreduced` axes each device keeps its own summand of the output. Such axes have
@@ -506,18 +468,18 @@ class Scope:
             if spec.unreduced:
                 kwargs = {**kwargs, "out_sharding": keep_axes(spec, explicit)}
         # `auto_axes` are the Explicit axes that are Auto while the method runs: all or none.
-        auto_axes = inferred_axes(frame.module, frame.tag, chosen, explicit, (args, kwargs))
+        auto_axes = inferred_axes(frame, explicit, (args, kwargs))
         if not auto_axes:
             out = call(*args, **kwargs)
-            if explicit and chosen.output is None:
+            if explicit and frame.declared.output is None:
                 return out  # the types of its arrays say how it is sharded
-            return self._shard_output(out, chosen, frame)
+            return self._shard_output(out, frame)
         frame.is_by_strategy = True
 
         def call_on_auto_axes(inputs: tuple[object, tuple[Any, ...], Keywords]) -> Any:
             """Calls the method with retyped arguments, on the mesh that ``with_auto_axes`` sets."""
             _, args, kwargs = inputs
-            return self._shard_output(call(*args, **kwargs), chosen, frame)
+            return self._shard_output(call(*args, **kwargs), frame)
 
         def type_output(x: jax.Array) -> jax.Array:
             """Gives a new array of the result its type on the caller's mesh."""
@@ -528,59 +490,12 @@ class Scope:
         inputs = (frame.module, args, kwargs)
         return with_auto_axes(inputs, call_on_auto_axes, auto_axes, type_output)
 
-    def _shard_output(self, out: Any, chosen: InOutSharding, frame: Frame) -> Any:
+    def _shard_output(self, out: Any, frame: Frame) -> Any:
         """Shards the result of a method: as declared, or else like the columns of its kernel."""
-        if chosen.output is not None:
-            return self._constrainer.constrain(out, chosen.output, frame, side="output")
+        if frame.declared.output is not None:
+            return self._constrainer.constrain(out, frame.declared.output, frame, side="output")
         shard = functools.partial(self._shard_columns, frame)
         return jax.tree.map(shard, out, is_leaf=_compat.is_graph_object)
-
-    def _axes_of_rows(self, x: jax.Array) -> frozenset[AxisName]:
-        """Returns the axes over which the first dimension of an array is declared to be sharded.
-
-        Axes of all declarations count. :meth:`declared_rows` takes the first declaration instead.
-        """
-        return first_axes(self._declared_shardings(x), self._transform.context)
-
-    def _declared_shardings(self, x: jax.Array) -> list[Any]:
-        """Lists the shardings that are declared for an array; an item may be None.
-
-        Only declarations for the array itself count: for an argument of the function, in the
-        array's type, or by a constraint. They do not count for results of operations on the array.
-        """
-        # Within `grad` another tracer stands for the argument, so the argument is looked up.
-        value = _compat.differentiated_value(x)
-        # Arguments outside of modules are found by their tracers, because each has its own.
-        slots = self._plan.structure.root_slots
-        argument_shardings = [
-            self._plan.shardings[slot] for slot in slots if self._leaves[slot] is value
-        ]
-        type_sharding = jax.typeof(x).sharding  # a type names no Auto axes
-        # None unless a constraint has made the array.
-        constraint_sharding = _compat.constrained_by(value)
-        return [*argument_shardings, type_sharding, constraint_sharding]
-
-    def declared_rows(self, x: jax.Array) -> NamedSharding | None:
-        """Returns the declared sharding of the rows of an array (its first dimension), or None.
-
-        Other dimensions are left to the compiler, because only rows are divided into microbatches.
-        """
-        if self._mesh is None or type_spec(x) is not None:  # not None: the type says the sharding
-            return None
-        other_dimensions = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-        # A declaration may be missing, or shard other dimensions only; the first that fits counts.
-        for sharding in self._declared_shardings(x):
-            pair = spec_and_mesh(sharding, self._transform.context)
-            if pair is None:  # None: the sharding has no spec
-                continue
-            spec, _ = pair
-            [first_entry, *_] = pad_entries(spec, 1)
-            # The axes of a `shard_map` are left out, because it has divided the rows over them.
-            axes = tuple(axis for axis in axes_of(first_entry) if axis in self._axes)
-            if axes:
-                sharding_of_rows = PartitionSpec(axes, *other_dimensions)
-                return NamedSharding(mesh_in_trace(self._mesh), sharding_of_rows)
-        return None
 
     def _shard_columns(self, frame: Frame, x: AnyArray) -> AnyArray:
         """Shards an output of a layer on Auto axes like the columns of its kernel.
@@ -673,30 +588,6 @@ class Scope:
         axes = self._explicit_axes.difference(self._plan.batch_axes)
         return spec_of_columns(frame.module, frame.tag, x, axes)
 
-    def _choose(self, frame: Frame) -> InOutSharding:
-        """Chooses the shardings of the first source that has a filter for the call.
-
-        Writes into ``frame`` who decided, and whether specs that do not fit are an error. The
-        user's source comes first, so it precedes strategies. The filters that match in all sources
-        count as used, though only one decides, because none of them is a mistake.
-        """
-        chosen = None
-        for source in frame.tag.sources:
-            number = self._sources.index(source)  # equal sources are one in this list
-            call = frame.tag.path, frame.module, frame.method
-            if source.strict:  # only these have to be used
-                for other in indices_for_other_methods(source, *call):
-                    self._other_methods.setdefault((number, other), set()).add(frame.method)
-            # The first filter of the source that matches this path, class and method.
-            index, sharding = source.find(*call)
-            if sharding is None or index is None:  # None: no filter of this source matches
-                continue
-            self.context.used.add((number, index))
-            if chosen is None:
-                chosen, frame.is_strict = sharding, source.strict
-                frame.chosen_by = "user" if number < self._num_declared else "strategy"
-        return _NOTHING_DECLARED if chosen is None else chosen
-
     def _check(self) -> None:
         """Raises errors at the end of a trace.
 
@@ -708,7 +599,7 @@ class Scope:
             pending.check_ran()  # raises if the schedule has not run it
 
         mismatches = self._constrainer.mismatches  # the lines are keys, so each is there once
-        for source in self._sources:
+        for source in self.declarations.sources:
             # The axes that the user names for gathering have to be axes of the mesh.
             if self._mesh is not None and isinstance(source.gather, tuple):
                 fit = fit_sharding(PartitionSpec(source.gather), self._mesh)
@@ -721,53 +612,12 @@ class Scope:
             "Correct the specs, or use on_indivisible for those that do not divide a shape.",
             anchor="activation-specs-that-do-not-fit",
         )
-
-        self._check_used()
-
-    def _check_used(self) -> None:
-        """Raises an error for filters that matched no call, if their source is strict."""
-        unused, has_paths = [], False
-        for number, source in enumerate(self._sources):
-            for index, sharding in enumerate(source.shardings):
-                if not source.strict or (number, index) in self.context.used:
-                    continue
-                methods = sorted(self._other_methods.get((number, index), ()))
-                unused.append(_unused_line(source.filters[index], sharding, methods))
-                # A path that matches modules is right, and only its method is not.
-                has_paths |= isinstance(source.filters[index], str) and not methods
-        explanation = ""
-        if has_paths:
-            explanation = (
-                "Strings are regular expressions for the paths of modules within the argument, "
-                "such as blocks/3/up. "
-            )
-        raise_if_any(
-            ActivationError,
-            f"{self._transform.name}: these filters of activation_shardings match no called "
-            "module:",
-            unused,
-            f"{explanation}Correct the filters, or pass ActivationSharding(..., strict=False).",
-            anchor="unused-filter-for-activations",
-        )
+        self.declarations.raise_if_unused(name)
 
 
-def _unused_line(filter_: object, sharding: InOutSharding, methods: Sequence[str]) -> str:
-    """Returns a line about a filter that matched no call, with what to write if that is known.
-
-    Args:
-      methods: the names of other methods that ran, of modules that match the filter.
-    """
-    text = filter_.__name__ if isinstance(filter_, type) else repr(filter_)
-    method = "" if sharding.method == "__call__" else f", method {sharding.method!r}"
-    if methods:  # modules match, so the filter is right, and the method is not
-        right = dataclasses.replace(sharding, method=methods[0])
-        ran = ", ".join(map(repr, methods))
-        return f"  {text}{method}: its modules ran by {ran}: write {{{text}: {right!r}}}"
-    hint = glob_hint(filter_) if isinstance(filter_, str) else ""
-    return f"  {text}{method}{hint and '.' + hint}"
-
-
-_NOTHING_DECLARED = InOutSharding()
+def _own_source(spec: object) -> ActivationSharding | None:
+    """Returns what the specs of an argument declare for activations, if a strategy made them."""
+    return spec.activations if isinstance(spec, StateSharding) else None
 
 
 def _mesh_of(plan: Plan) -> Any:
