@@ -109,6 +109,14 @@ def jaxprs_of(equation: Any) -> Iterator[Any]:
 _HOLD_NO_JAXPR = frozenset({bool, int, float, str, type(None), NamedSharding, PartitionSpec})
 
 
+def equations_in(program: Any) -> Iterator[Any]:
+    """Yields the equations of a program, each before those of the programs in its parameters."""
+    for equation in program.eqns:
+        yield equation
+        for inner in jaxprs_of(equation):
+            yield from equations_in(inner)
+
+
 def _join_effects(parts: Iterable[Any]) -> set[Any]:
     """Returns all effects of some programs or equations."""
     return set().union(*(part.effects for part in parts))

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr
 
 from .. import _compat
 from ..activations.intercept import current_handler, with_handler
@@ -137,7 +136,9 @@ class _Rules:
         # Only a jaxpr shows the names that the user gave, so this traces once more. It gets here
         # only if there are such names, or if there will be an error.
         jaxpr = call_on_slots(jax.make_jaxpr, function, leaves)
-        names_given = _names_in(jaxpr.jaxpr)
+        # ``name`` is the primitive of ``checkpoint_name``.
+        named = (eqn for eqn in _compat.equations_in(jaxpr) if eqn.primitive.name == "name")
+        names_given = {eqn.params["name"] for eqn in named}
         paths = [path for path in self.called if path]  # the module itself has the empty path
         lines = []
         for index, (filter_, _) in enumerate(self.rules):
@@ -150,17 +151,6 @@ class _Rules:
                 lines.append(f"  {filter_!r}{hint}")
         head = "remat: these match no called module and no name from checkpoint_name:"
         raise_if_any(ValueError, head, lines, f"Modules: {', '.join(paths) or 'none'}.")
-
-
-def _names_in(jaxpr: Jaxpr) -> set[str]:
-    """Returns the names that ``checkpoint_name`` gives in a jaxpr and in the jaxprs inside it."""
-    names = set[str]()
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "name":  # the primitive of ``checkpoint_name``
-            names.add(equation.params["name"])
-        for inner in _compat.jaxprs_of(equation):
-            names |= _names_in(inner)
-    return names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -605,11 +605,7 @@ def _makes_auto(program: Any, explicit: frozenset[AxisName]) -> bool:
     Args:
       program: a jaxpr. The jaxprs in its equations, such as the body of a loop, are searched, too.
     """
-    for equation in program.eqns:
-        # The sharding in the type of a value may have no mesh.
-        meshes = (getattr(x.aval.sharding, "mesh", None) for x in equation.outvars)
-        if any(mesh and explicit & axes_of_type(mesh, AxisType.Auto) for mesh in meshes):
-            return True
-        if any(_makes_auto(inner, explicit) for inner in _compat.jaxprs_of(equation)):
-            return True
-    return False
+    values = (x for equation in _compat.equations_in(program) for x in equation.outvars)
+    # The sharding in the type of a value may have no mesh.
+    meshes = (getattr(x.aval.sharding, "mesh", None) for x in values)
+    return any(mesh and explicit & axes_of_type(mesh, AxisType.Auto) for mesh in meshes)
