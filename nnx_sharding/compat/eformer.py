@@ -19,14 +19,12 @@ Results differ from eformer's in these places:
 # Helpers of this library that most functions use:
 #
 # * `fit_sharding` returns the part of a spec that fits a mesh and a shape (``sharding``), with what
-#   was dropped (``corrections``) and what cannot be (``problems``); ``lenient``, unknown axes and
-#   entries beyond the rank are dropped.
+#   was dropped (``corrections``) and what cannot be (``problems``).
 # * `assign_shardings` does so for a tree and a prefix of specs: it returns the name and the
 #   sharding of each array, None for one that stays. `apply_shardings` moves the arrays, in a trace
 #   constrains them, and `rebuild` puts them into the tree.
-# * `map_variables` returns a tree with the results of a function in place of Variables and bare
-#   arrays. The function gets a `NamedVariable`: its ``path``, the ``name`` for messages, the
-#   ``variable`` and the ``arrays`` in it.
+# * `variables` lists the Variables and bare arrays of a module as `NamedVariable`, each with the
+#   ``path``, the ``name`` for messages, the ``variable`` and the ``arrays`` in it.
 # * `read_patterns` returns rules as pairs of a filter and a spec. A filter is a function of a path,
 #   as a tuple, and a Variable; it returns whether the rule matches.
 # * `flatten` lists the arrays of a tree as ``leaves``. `is_shardable` says whether a leaf is an
@@ -55,28 +53,43 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..analysis.parameters import ParameterRow, device_bytes, parameter_table
-from ..core.constrain import apply_shardings, is_shardable, mesh_in_trace, sharding_of
-from ..core.flatten import flatten
+from ..core.constrain import (
+    apply_shardings,
+    given_mesh,
+    is_shardable,
+    mesh_in_trace,
+    sharding_of,
+)
+from ..core.flatten import Flat, flatten
 from ..core.prefixes import Specs, check_specs
 from ..core.rebuild import rebuild
 from ..core.tree_shardings import assign_shardings, warn_of_corrections
 from ..errors import NoMeshError, UnusedFilterWarning, by_kind, message, raise_if_any, warn_or_raise
 from ..partition.rules import from_rules, read_patterns
-from ..partition.variables import NamedVariable, map_variables
+from ..partition.variables import NamedVariable, variables
 from ..specs.fitting import (
+    Fit,
+    Mismatch,
+    axes_of,
     describe,
     fit_sharding,
+    keep_axes,
+    pad_entries,
     replace_spec,
+    spec_and_mesh,
     spec_axes,
     suggestion,
+    too_long,
     with_entries,
 )
+from ..specs.paths import path_key, plain_key
 from ..specs.state_sharding import StateSharding, is_single_spec
-from ..specs.types import AnyMesh
+from ..specs.types import AnyMesh, Spec
 
 __all__ = [
     "analyze_sharding_strategy",
@@ -178,12 +191,71 @@ def get_corrected_named_sharding(
     mesh = mesh_in_trace(get_incontext_mesh(raise_mesh_error) if mesh is None else mesh)
     if mesh.empty:
         return NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
-    fit = fit_sharding(partition_spec, mesh, shape, on_indivisible="drop", lenient=True)
+    fit = _fit_leniently(partition_spec, mesh, shape, on_indivisible="drop")
     if fit.problems:  # for example, an axis is named twice
         raise_if_any(ValueError, f"{name}:", [fit.line("array")])
     if fit.corrections:
         warn_of_corrections(name, [fit.line("array")], strict=False)
     return NamedSharding(mesh, fit.sharding)  # `fit.sharding` of a spec is a spec
+
+
+def _fit_leniently(
+    sharding: Spec, mesh: AnyMesh | None, shape: Sequence[int], **options: Any
+) -> Fit:
+    """Fits a sharding by `fit_sharding`, after corrections that only eformer makes.
+
+    Entries beyond the rank are dropped, and axes that may not be named: those that the mesh does
+    not have, or over which an enclosing ``shard_map`` maps. Both are among the ``corrections``.
+
+    Args:
+      sharding: the sharding.
+      mesh: the mesh of a spec.
+      shape: the shape of the array.
+      **options: the options of `fit_sharding`.
+    """
+    pair = spec_and_mesh(sharding, mesh)
+    if pair is None:  # a sharding without a spec
+        return fit_sharding(sharding, mesh, shape, **options)
+    declared, mesh = pair
+    corrections: list[Mismatch] = []
+    # Entries beyond the rank are dropped first, so that their axes do not matter. An entry that
+    # names no axis is dropped without a correction.
+    if any(map(axes_of, declared.partitions[len(shape) :])):
+        corrections.append(too_long(declared, shape))
+    spec = with_entries(declared, pad_entries(declared, len(shape)))
+    # Without a shape, only the axes are checked. With refused axes, all other problems about them
+    # are dropped, such as repetitions.
+    refused = [problem for problem in fit_sharding(spec, mesh).problems if problem.is_about_mesh]
+    if refused:
+        dropped = {axis for problem in refused for axis in problem.axes}
+        spec = keep_axes(spec, set(mesh.axis_names) - dropped)
+    fit = fit_sharding(replace_spec(sharding, spec), mesh, shape, **options)
+    all_corrections = (*corrections, *refused, *fit.corrections)
+    return fit._replace(declared=sharding, corrections=all_corrections)
+
+
+def _assign_leniently(
+    flat: Flat, sharding: object, mesh: AnyMesh | None, *, strict: bool = False
+) -> tuple[list[str], list[Any]]:
+    """Returns what `assign_shardings` returns, with corrected specs.
+
+    A ``PartitionSpec`` is ignored if there is no mesh: its array stays as it is.
+    """
+    mesh = given_mesh("with_sharding_constraint", mesh)
+
+    def ignored_without_mesh(spec: Any, _: object) -> Any:
+        is_without_mesh = isinstance(spec, PartitionSpec) and spec_and_mesh(spec, mesh) is None
+        return None if is_without_mesh else spec
+
+    return assign_shardings(
+        flat,
+        sharding,
+        mesh=mesh,
+        strict=strict,
+        on_indivisible="drop",
+        adapt=ignored_without_mesh,
+        fit_spec=_fit_leniently,
+    )
 
 
 _LOG = logging.getLogger("nnx_sharding")
@@ -210,7 +282,7 @@ def with_sharding_constraint(
     ``LOG_SHARDING_MOVE`` is set to 1 or true, arrays that get another sharding are logged.
     """
     flat = flatten(tree)
-    names, shardings = assign_shardings(flat, sharding, mesh=mesh, strict=strict, lenient=True)
+    names, shardings = _assign_leniently(flat, sharding, mesh, strict=strict)
     if log is None:
         log = os.environ.get("LOG_SHARDING_MOVE", "").lower() in _YES
     if log:
@@ -257,7 +329,7 @@ def match_partition_rules(
         min_size = int(os.environ.get("MIN_SHARDING_SIZE", 16384))
     # The chooser returns the spec of each Variable, and collects problems for one error below.
     chooser = _SpecChooser(pairs, min_size, strict, mesh)
-    result = map_variables(tree, chooser.choose)
+    result = _map_variables(tree, chooser.choose)
     problems = {
         "no rule matches": chooser.unmatched,
         "these specs do not fit the mesh": chooser.mismatches,
@@ -451,7 +523,7 @@ def analyze_sharding_strategy(
         for x in flat.leaves
     ]
     flat = flat._replace(leaves=abstract)
-    _, shardings = assign_shardings(flat, partition_specs, mesh=mesh, lenient=True)
+    _, shardings = _assign_leniently(flat, partition_specs, mesh)
     rows = parameter_table(apply_shardings(abstract, shardings))  # a row for each array
     # Devices that hold nothing are listed, because they count in the balance.
     device_ids: Iterable[int] = ()
@@ -593,6 +665,26 @@ def get_partition_spec(tree: Any) -> Any:
     return _map_arrays_of_variables(tree, read)
 
 
+def _map_variables(tree: object, function: Callable[[NamedVariable], object]) -> Any:
+    """Returns the tree with the results of a function in place of Variables and bare arrays.
+
+    A module becomes an ``nnx.State`` of the results. A Variable without arrays becomes None,
+    because the function is not called for it.
+    """
+    parts, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_compat.is_graph_object)
+    new_parts = []
+    for keys, part in parts:  # a module, a Variable or a bare array
+        prefix = tuple(plain_key(path_key(key)) for key in keys)  # the path of the part
+        results = {}  # by the path in the part; the function gets the path in the tree
+        for named in variables(part):
+            whole_path = (*prefix, *named.path)
+            results[named.path] = function(named._replace(path=whole_path))
+        is_module = _compat.is_node(part)
+        # A part that is no module is a single Variable or array, and its path in the part is ().
+        new_parts.append(nnx.from_flat_state(results) if is_module else results.get(()))
+    return jax.tree_util.tree_unflatten(treedef, new_parts)
+
+
 _NO_RESULT = object()  # the result for an array from which nothing can be read
 
 
@@ -620,7 +712,7 @@ def _map_arrays_of_variables(tree: object, read: Callable[[Any], Any]) -> Any:
             return None
         return results[0] if results else None
 
-    result = map_variables(tree, choose)
+    result = _map_variables(tree, choose)
     head = "expected numbers and arrays with a NamedSharding, the same one in each Variable, got:"
     raise_if_any(ValueError, head, missing, "Place arrays with with_sharding_constraint.")
     return result

@@ -128,7 +128,7 @@ class _Fitter:
       whole: whether arrays are placed outside of a trace, as in ``place``. There is no compiler
         then, so a spec has to decide about all dimensions. Numbers become arrays, and any other
         value with a spec is an error.
-      lenient: whether specs are corrected instead of refused, and ignored if there is no mesh.
+      fit_spec: decides for one array, as `fit_sharding` does.
       adapt: a function of a spec and its array, which returns the spec that is fitted.
 
     Attributes:
@@ -138,7 +138,7 @@ class _Fitter:
 
         _moves         whether :meth:`fit` refuses arrays that cannot be moved: ``places``,
                        outside of a trace
-        _fit_once      `fit_sharding` with the options of this class, with a cache of its results
+        _fit_once      ``fit_spec`` with the options of this class, with a cache of its results
         _refused       arrays whose specs do not fit
         _not_arrays    values that have a spec, and are no arrays
         _without_mesh  arrays that have a spec for which there is no mesh
@@ -153,7 +153,7 @@ class _Fitter:
     explicit: bool = False
     places: bool = False
     whole: bool = False
-    lenient: bool = False
+    fit_spec: Callable[..., Fit] = fit_sharding
     adapt: Callable[[Any, Any], Any] = lambda spec, leaf: spec
 
     def __post_init__(self) -> None:
@@ -161,9 +161,7 @@ class _Fitter:
         self._moves = self.places and _compat.trace_is_clean()  # inside a trace, nothing is moved
         # UNCONSTRAINED leaves a dimension to the compiler. Types of arrays have no such dimensions
         # (``explicit``), and outside of a trace there is no compiler (``whole``).
-        fit = functools.partial(
-            fit_sharding, unconstrained=not (self.explicit or self.whole), lenient=self.lenient
-        )
+        fit = functools.partial(self.fit_spec, unconstrained=not (self.explicit or self.whole))
         # Results are cached, because the arrays of a model have few different shapes and specs.
         self._fit_once = functools.cache(fit)
         self.corrected: list[str] = []
@@ -228,8 +226,7 @@ class _Fitter:
           sharding: the spec or sharding; None fits, and leaves the array as it is.
           pair: the spec and the mesh of ``sharding``; None if it has no spec.
         """
-        default = "drop" if self.lenient else self.on_indivisible
-        action = self.resolved.on_indivisible.get(slot, default)
+        action = self.resolved.on_indivisible.get(slot, self.on_indivisible)
         shape = np.shape(leaf)
         mesh: Any
         target: Any  # a sharding on the devices to which the array goes
@@ -253,9 +250,7 @@ class _Fitter:
 
     def raise_for_mismatches(self) -> None:
         """Raises an error that lists all problems of one kind, if there are any."""
-        # A lenient caller ignores specs without a mesh. Problems that cannot be corrected are
-        # errors for a lenient caller as well.
-        if self._without_mesh and not self.lenient:
+        if self._without_mesh:
             raise no_mesh(self.caller, self._without_mesh)
         raise_if_any(
             TypeError,

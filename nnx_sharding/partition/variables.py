@@ -16,12 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
-
-import jax
-from flax import nnx
 
 from .. import _compat
 from ..core.flatten import Flat, flatten
@@ -38,7 +35,7 @@ from ..core.structure import (
 )
 from ..specs.activation_sharding import ActivationSharding
 from ..specs.filters import Paths
-from ..specs.paths import Path, path_key, path_string, plain_key
+from ..specs.paths import Path, path_string, plain_key
 from ..specs.state_sharding import StateSharding
 from .layers import LayerDimensions, Stacked
 
@@ -290,26 +287,6 @@ def _bare_parameters(structure: Structure) -> Set[int]:
     root_objects = (entries[atom] for atom in atoms((structure.root,)) if isinstance(atom, int))
     has_variables_outside = any(isinstance(entry, VariableEntry) for entry in root_objects)
     return frozenset() if has_variables_outside else frozenset(structure.root_slots)
-
-
-def map_variables(tree: object, function: Callable[[NamedVariable], object]) -> Any:
-    """Returns the tree with the results of a function in place of Variables and bare arrays.
-
-    A module becomes an ``nnx.State`` of the results. A Variable without arrays becomes None,
-    because the function is not called for it.
-    """
-    parts, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_compat.is_graph_object)
-    new_parts = []
-    for keys, part in parts:  # a module, a Variable or a bare array
-        prefix = tuple(plain_key(path_key(key)) for key in keys)  # the path of the part
-        results = {}  # by the path in the part; the function gets the path in the tree
-        for named in variables(part):
-            whole_path = (*prefix, *named.path)
-            results[named.path] = function(named._replace(path=whole_path))
-        is_module = _compat.is_node(part)
-        # A part that is no module is a single Variable or array, and its path in the part is ().
-        new_parts.append(nnx.from_flat_state(results) if is_module else results.get(()))
-    return jax.tree_util.tree_unflatten(treedef, new_parts)
 
 
 # The activation sharding that sharded parameters require: parameters are gathered over the axes of

@@ -93,7 +93,6 @@ def fit_sharding(
     on_indivisible: OnIndivisible = "error",
     usable: Collection[AxisName] | None = None,
     unconstrained: bool = True,
-    lenient: bool = False,
 ) -> Fit:
     """Returns the part of a sharding that fits a mesh and a shape, and what does not fit.
 
@@ -108,33 +107,16 @@ def fit_sharding(
       usable: the axes that the spec may name; None for all axes except those over which an
         enclosing ``shard_map`` maps.
       unconstrained: whether entries may be ``UNCONSTRAINED``.
-      lenient: whether axes that may not be named, and entries beyond the rank, are dropped as
-        corrections as well.
     """
     shape = None if shape is None else tuple(shape)
     pair = spec_and_mesh(sharding, mesh)
     if pair is None:  # a sharding of another kind, a spec without a mesh, or no sharding
         return _fit_without_spec(sharding, shape)
-    declared, mesh = pair
-    spec = declared  # corrections change this
+    spec, mesh = pair
     corrections: list[Mismatch] = []
+    corrected = sharding
     # 1. The axes that the spec names: the mesh has to have them, and the spec may name each once.
-    if lenient and shape is not None:
-        # Entries beyond the rank are dropped first, so that their axes do not matter. An entry that
-        # names no axis is dropped without a correction.
-        if any(map(axes_of, spec.partitions[len(shape) :])):
-            corrections.append(_too_long(spec, shape))
-        spec = with_entries(spec, pad_entries(spec, len(shape)))
     problems = list(_axis_problems(spec, mesh, usable))
-    if lenient:
-        # Axes that may not be named are dropped, and so are all other problems about these axes,
-        # such as repetitions.
-        refused = [problem for problem in problems if problem.is_about_mesh]
-        corrections += refused
-        dropped = {axis for problem in refused for axis in problem.axes}
-        problems = [problem for problem in problems if dropped.isdisjoint(problem.axes)]
-        if dropped:
-            spec = keep_axes(spec, set(mesh.axis_names) - dropped)
     # 2. Dimensions that are left to the compiler.
     if not unconstrained:
         problems += [
@@ -146,16 +128,17 @@ def fit_sharding(
     if shape is not None and not problems:
         indivisible = list(_indivisible(spec, mesh.shape, shape))
         if len(spec) > len(shape):
-            problems.append(_too_long(spec, shape))
+            problems.append(too_long(spec, shape))
         elif on_indivisible == "error":
             problems += indivisible
         elif indivisible:
-            corrections += indivisible
+            corrections = indivisible
             spec = _corrected(spec, mesh.shape, shape, on_indivisible)
+            corrected = replace_spec(sharding, spec)
     return Fit(
         declared=sharding,
         shape=shape,
-        sharding=sharding if spec is declared else replace_spec(sharding, spec),
+        sharding=corrected,
         corrections=tuple(corrections),
         problems=tuple(problems),
     )
@@ -208,7 +191,7 @@ def _axis_problems(
             yield Mismatch(reason, "repeated", (axis,))
 
 
-def _too_long(spec: PartitionSpec, shape: Sequence[int]) -> Mismatch:
+def too_long(spec: PartitionSpec, shape: Sequence[int]) -> Mismatch:
     """Returns the mismatch of a spec that has more entries than a shape has dimensions."""
     if not shape:
         return Mismatch("a scalar has no dimension to shard; its spec is P()", "rank")
