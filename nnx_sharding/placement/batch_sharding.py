@@ -41,7 +41,7 @@ from ..specs.fitting import axes_of, show, with_entries
 from ..specs.paths import accessor, path_key
 from .place import trim_to_rank
 
-_NAME = "shard_batches"
+NAME = "shard_batches"  # the function that the user called, in messages
 
 # Indices of rows of a global batch, in ascending order.
 Rows: TypeAlias = "np.ndarray[Any, np.dtype[np.intp]]"
@@ -273,7 +273,7 @@ class BatchSharding:
         if not self._with_rows:
             leaves_text = ", ".join(map(str, self.leaves)) or "it is empty"
             raise ValueError(
-                f"{_NAME}: the batch has no array with rows: {leaves_text}. Give at least one "
+                f"{NAME}: the batch has no array with rows: {leaves_text}. Give at least one "
                 "array with a leading dimension, and a spec for it."
             )
         # 3. The leaves that are placed, and the sharding of the rows.
@@ -348,7 +348,7 @@ class BatchSharding:
         lines += [f"  {name}: missing" for name in names if name not in new_names]
         raise_if_any(
             ValueError,
-            f"{_NAME}: the structure of this batch differs from that of the first one:",
+            f"{NAME}: the structure of this batch differs from that of the first one:",
             # Without new or missing names, containers differ, such as a list and a tuple.
             lines or [f"  {treedef}, in the first batch {self._treedef}"],
         )
@@ -373,14 +373,14 @@ class BatchSharding:
                 changed.append(f"  {leaf} became {kind}")
         raise_if_any(
             ValueError,
-            f"{_NAME}: these leaves differ from those of the first batch:",
+            f"{NAME}: these leaves differ from those of the first batch:",
             changed,
             "A training step would be compiled for each shape: pad them to one shape, or use a "
             "separate shard_batches for each.",
         )
         raise_if_any(
             ValueError,
-            f"{_NAME}: these integers do not fit the 32 bits that JAX has:",
+            f"{NAME}: these integers do not fit the 32 bits that JAX has:",
             too_large,
             "Set jax_enable_x64, or make them smaller.",
         )
@@ -396,7 +396,7 @@ class BatchSharding:
         if len(set(counts.values())) > 1:
             raise_if_any(
                 ValueError,
-                f"{_NAME}: these leaves of one batch differ in their first dimension:",
+                f"{NAME}: these leaves of one batch differ in their first dimension:",
                 [f"  {name}: {count} rows" for name, count in counts.items()],
                 "Leave out what does not have rows, or give it the spec None, which passes it "
                 "through.",
@@ -425,7 +425,7 @@ class BatchSharding:
         divisible = _next_size(size, math.lcm(*all_parts))
         raise_if_any(
             ValueError,
-            f"{_NAME}: batches of {size} rows cannot be sharded evenly:",
+            f"{NAME}: batches of {size} rows cannot be sharded evenly:",
             [
                 f"  {name} by {_axes_text(sharding)}"
                 for name, sharding in self._with_rows
@@ -441,7 +441,7 @@ class BatchSharding:
             return
         raise_if_any(
             ValueError,
-            f"{_NAME}: a process would have to load different rows of these leaves than of those "
+            f"{NAME}: a process would have to load different rows of these leaves than of those "
             f"with rows sharded by {_axes_text(self.rows)}:",
             [
                 f"  {name}, by {_axes_text(sharding)}"
@@ -578,7 +578,7 @@ def _shardings(
         return spec if leaf.shape else trim_to_rank(spec, leaf)
 
     tree = treedef.unflatten(map(abstract, arrays))
-    return _assign_specs(_NAME, "batch", tree, specs, mesh, adapt)
+    return _assign_specs(NAME, "batch", tree, specs, mesh, adapt)
 
 
 def _assign_specs(
@@ -643,7 +643,7 @@ def _check_arrays(
         if sharding is not None and isinstance(array, TypeError)
     ]
     remedy = "Leave them out, or give them the spec None, which passes them through."
-    raise_if_any(TypeError, f"{_NAME}: these leaves are not arrays:", wrong, remedy)
+    raise_if_any(TypeError, f"{NAME}: these leaves are not arrays:", wrong, remedy)
 
 
 def _as_host_array(leaf: Any) -> Any:  # HostArray | TypeError; a checked leaf is an array

@@ -28,11 +28,9 @@ from ..core.constrain import given_mesh
 from ..core.prefixes import Specs, check_specs
 from ..core.problems import check_options, no_mesh
 from ..specs.fitting import show
-from .batch_sharding import check_has_devices, check_integer, check_process
+from .batch_sharding import NAME, check_has_devices, check_integer, check_process
 from .feed import Feed
-from .global_batches import UNEVEN, BatchOptions, GlobalBatches, Loaded, Uneven
-
-_NAME = "shard_batches"
+from .global_batches import UNEVEN, BatchOptions, GlobalBatches, Loaded, Uneven, state_of
 
 # The time that `close` waits for a loader that is loading a batch.
 _CLOSE_SECONDS = 10.0
@@ -103,23 +101,23 @@ def shard_batches(
       (8, 3) P('data',) 8
       (8, 3) P('data',) 5
     """
-    check_options(_NAME, uneven=(uneven, UNEVEN))
-    check_integer(_NAME, "prefetch", prefetch, 0)
+    check_options(NAME, uneven=(uneven, UNEVEN))
+    check_integer(NAME, "prefetch", prefetch, 0)
     if batch_size is not None:
-        check_integer(_NAME, "batch_size", batch_size, 1)
+        check_integer(NAME, "batch_size", batch_size, 1)
     if not isinstance(batches, Iterable):
-        raise TypeError(f"{_NAME}: batches must be an iterable, got {show(batches)}.")
+        raise TypeError(f"{NAME}: batches must be an iterable, got {show(batches)}.")
     specs = Specs(sharding)
-    check_specs(_NAME, sharding=specs)
-    onto = given_mesh(_NAME, mesh)
+    check_specs(NAME, sharding=specs)
+    onto = given_mesh(NAME, mesh)
     processes = _processes_of(specs, onto)
     # If all specs are None, everything is passed through, and no process needs devices.
     if processes:
-        check_process(_NAME, jax.process_index(), processes)
+        check_process(NAME, jax.process_index(), processes)
     is_alone = len(processes) <= 1
     if not is_alone and uneven == "pad" and batch_size is None:
         raise ValueError(
-            f"{_NAME}: with several processes, uneven='pad' needs batch_size=..., the number of "
+            f"{NAME}: with several processes, uneven='pad' needs batch_size=..., the number of "
             "rows of a full batch of all of them, since the first batch of one may be short."
         )
     options = BatchOptions(
@@ -200,10 +198,7 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
     def __init__(self, source: Iterator[Any], options: BatchOptions):
         self._source, self._options = source, options
         self._batch_size = options.batch_size
-        # The loader's state is copied, because the loader may change it in place, even for a batch
-        # that fails.
-        get_state = getattr(source, "get_state", None)
-        self._loader_state = None if get_state is None else copy.deepcopy(get_state())
+        self._loader_state = state_of(source)
         self._begin(resumed=False)
 
     def _begin(self, *, resumed: bool) -> None:
@@ -280,7 +275,7 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
             size = fields["batch_size"]
             loader_state = fields["text"].encode() if "text" in fields else fields["loader"]
         except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"{_NAME}: expected a state from get_state, got {state!r}.") from error
+            raise ValueError(f"{NAME}: expected a state from get_state, got {state!r}.") from error
         # The thread that loads ahead has to end first, because it must not use the loader while the
         # state is set. If `set_state` raises an error, the iteration stays at its end.
         self._feed.stop(None)
@@ -297,7 +292,7 @@ class BatchIterator(Iterator[Any], AbstractContextManager[Any]):
         """Returns a method of the loader's iterator; raises a TypeError if it has none."""
         if not hasattr(self._source, name):
             raise TypeError(
-                f"{_NAME}: {type(self._source).__name__} has no {name}. Pass a loader whose "
+                f"{NAME}: {type(self._source).__name__} has no {name}. Pass a loader whose "
                 "iterators have get_state and set_state, such as one of Grain."
             )
         method: Callable[..., Any] = getattr(self._source, name)
@@ -317,15 +312,15 @@ def _processes_of(specs: Specs, mesh: Mesh | AbstractMesh | None) -> tuple[int, 
       ValueError: a mesh is abstract, or a spec is a ``Format``, which also has a memory layout.
     """
     if mesh is None and specs.has_partition_spec:
-        raise no_mesh(_NAME)
+        raise no_mesh(NAME)
     devices: set[jax.Device] = set()
     for spec in specs.written:
         if isinstance(spec, Format):
-            raise ValueError(f"{_NAME}: {spec}: give the Sharding without a memory layout.")
+            raise ValueError(f"{NAME}: {spec}: give the Sharding without a memory layout.")
         if isinstance(spec, PartitionSpec):
             assert mesh is not None  # checked above
             spec = NamedSharding(mesh, PartitionSpec())  # any spec is on all devices of the mesh
         if isinstance(spec, Sharding):
-            check_has_devices(_NAME, spec)
+            check_has_devices(NAME, spec)
             devices |= spec.device_set
     return tuple(sorted({device.process_index for device in devices}))

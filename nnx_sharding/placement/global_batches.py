@@ -30,9 +30,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from ..core.prefixes import Specs
-from .batch_sharding import BatchSharding, HostArray, copied, pad_rows
-
-_NAME = "shard_batches"
+from .batch_sharding import NAME, BatchSharding, HostArray, copied, pad_rows
 
 # The ways to treat a batch that has fewer rows than a full one.
 Uneven: TypeAlias = Literal["pad", "drop", "error"]
@@ -97,10 +95,7 @@ class GlobalBatches(Iterator[Loaded]):
             except StopIteration:
                 self._check_end()
                 raise
-            # The state after this batch is copied, because the loader may change it in place for
-            # the next batch.
-            get_state = getattr(self._source, "get_state", None)
-            state = None if get_state is None else copy.deepcopy(get_state())
+            state = state_of(self._source)  # after this batch
             # Reading the setting takes a fifth of the time of a context.
             if jax.config.read("jax_enable_x64") == self._x64:
                 value = self._shard(batch)
@@ -142,7 +137,7 @@ class GlobalBatches(Iterator[Loaded]):
         if rows == 0 and options.is_alone:
             if options.uneven == "error":
                 raise ValueError(
-                    f"{_NAME}: batch {self._count} (from 0) has no rows. uneven='drop' leaves it "
+                    f"{NAME}: batch {self._count} (from 0) has no rows. uneven='drop' leaves it "
                     "out."
                 )
             return None
@@ -226,7 +221,7 @@ class GlobalBatches(Iterator[Loaded]):
             return
         if not self._options.is_alone:
             raise ValueError(
-                f"{_NAME}: process {jax.process_index()} has no batch, so the others would wait "
+                f"{NAME}: process {jax.process_index()} has no batch, so the others would wait "
                 "for it. Each process has to yield equally many batches; one without rows yields "
                 "batches of 0 rows, with uneven='pad' and the dtypes and other dimensions of "
                 "the leaves of the other processes."
@@ -234,7 +229,7 @@ class GlobalBatches(Iterator[Loaded]):
         if self._dropped:
             assert self._sharding is not None  # the first batch has set it
             raise ValueError(
-                f"{_NAME}: uneven='drop' left out every batch: {self._dropped}, all with "
+                f"{NAME}: uneven='drop' left out every batch: {self._dropped}, all with "
                 f"fewer than {self._sharding.size} rows. Pass uneven='pad', or a smaller "
                 "batch_size."
             )
@@ -244,6 +239,15 @@ class GlobalBatches(Iterator[Loaded]):
         assert self._sharding is not None
         where = "" if self._options.is_alone else f" on process {jax.process_index()}"
         return (
-            f"{_NAME}: batch {self._count} (from 0) has {rows} rows{where}, {what} than "
+            f"{NAME}: batch {self._count} (from 0) has {rows} rows{where}, {what} than "
             f"{len(self._sharding.own_rows)} in a full batch."
         )
+
+
+def state_of(source: Iterator[Any]) -> Any:
+    """Returns a copy of the state of a loader's iterator; None if the iterator has no state.
+
+    The loader may change its state in place, for the next batch or for a batch that fails.
+    """
+    get_state = getattr(source, "get_state", None)
+    return None if get_state is None else copy.deepcopy(get_state())
