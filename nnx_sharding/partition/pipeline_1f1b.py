@@ -57,9 +57,9 @@ import jax.numpy as jnp
 
 from ..transforms.grad import PreparedCall, ValueAndGrad
 from ..transforms.in_trace import Function, traced_slots
-from .pipeline_loss import ByPosition, TracedLoss, find_call
+from .pipeline_loss import ByPosition, trace_loss
 from .pipeline_parts import LossParts
-from .pipeline_stage import Residuals, TracedStages
+from .pipeline_stage import Residuals, trace_stages
 from .pipeline_timetable import Timetable
 from .shard_sums import ShardSums, add_up, dtype_of_sums
 from .staged_layers import put, take, where_stage
@@ -117,17 +117,16 @@ def accumulate_interleaved(
           A pair: the gradients of the targets, and the outputs of the loss in the form in which
           ``function`` returns them.
         """
-        loss = TracedLoss(function, arrays, flat, slots, find_call(function, arrays))
-        assert loss.call.staged is not None  # `find_call` has refused a loss without a pipeline
+        loss = trace_loss(function, arrays, flat, slots)
         # The axis of the stages divides no rows, because all stages get all rows of a microbatch.
-        axes = tuple(axis for axis in row_axes if axis != loss.call.staged.axis)
+        axes = tuple(axis for axis in row_axes if axis != loss.staged.axis)
         split = {}  # position of a split target → its name; empty if the rows are not sharded
         if axes:
             for target, name, is_target_split in zip(targets, names, is_split, strict=True):
                 if is_target_split:
                     split[target] = name
         parts = LossParts(loss, targets, batch_by_position.keys(), split)
-        sums = ShardSums(loss.call.staged.mesh, axes)
+        sums = ShardSums(loss.staged.mesh, axes)
         loop = OneForwardOneBackward(parts, arrays, batch_by_position, dtype, sums)
         result = loop.run()
         value, *auxiliary = (result.returned[i] for i in loss.returned)  # each (M, …)
@@ -209,15 +208,13 @@ class OneForwardOneBackward:
           dtype: the dtype of sums of gradients; None for the dtypes of the gradients.
           sums: computes gradients as one sum for each shard of the rows, (shards, …).
         """
-        # `find_call` has refused a loss without a pipeline.
-        assert parts.loss.call.staged is not None
-        self._parts, self._loss, self._staged = parts, parts.loss, parts.loss.call.staged
+        self._parts, self._loss, self._staged = parts, parts.loss, parts.loss.staged
         self._arrays, self._batch = dict(enumerate(arrays)), batch
         self._dtype, self._sums = dtype, sums
         num_microbatches = len(next(iter(batch.values())))  # M, the same in all arrays
         self._time = Timetable(self._staged.stages, num_microbatches)
         self._fixed = parts.run_fixed(self._arrays)
-        self._stages = TracedStages(parts)
+        self._stages = trace_stages(parts)
 
     def run(self) -> Accumulated:
         """Runs all ticks, and returns the loss's outputs, the state, and the gradients."""

@@ -89,9 +89,9 @@ def without_callbacks(closed: Jaxpr, what: str) -> Jaxpr:
 class PipelineCall:
     """Takes the place of a pipeline's call while a loss is traced, and runs no layers.
 
-    The loss is traced twice. The first trace (`find_call`) finds the call. The layers' results are
+    The loss is traced twice. The first trace (`_find_call`) finds the call. The layers' results are
     not known there, so the call returns its argument x, which has the same types. In the second
-    trace (`TracedLoss`), results and written arrays are inputs of the trace.
+    trace (`trace_loss`), results and written arrays are inputs of the trace.
 
     Attributes:
       staged: the layers that are called, on their stages; None before the call.
@@ -189,7 +189,7 @@ class PipelineCall:
 PIPELINE_CALL: ContextVar[PipelineCall | None] = ContextVar("PIPELINE_CALL", default=None)
 
 
-def find_call(function: Function, arrays: Arrays) -> PipelineCall:
+def _find_call(function: Function, arrays: Arrays) -> PipelineCall:
     """Traces a loss, and returns the call of a pipeline in it, with types in place of arrays.
 
     The layers of one stage are traced as well, to find the arrays that they write: ``written`` of
@@ -295,6 +295,7 @@ def sort_outputs(outcome: Outcome, before: Structure, value: int) -> SortedOutpu
     return SortedOutputs(outcome, [value, *auxiliary], state)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TracedLoss:
     """A loss of one microbatch, traced with the pipeline's results and written arrays as inputs.
 
@@ -306,6 +307,7 @@ class TracedLoss:
       closed: the trace without callbacks, because they would run in every part.
       with_callbacks: the trace as it is, for the one part that runs them.
       call: the call of the pipeline.
+      sorted_outputs: the outcome of the trace, and the slots of what the loss returns and changes.
       results: the positions, among the inputs, of the pipeline's results.
       written: the positions, among the inputs, of the arrays that its layers write.
       returned: the positions, among the outputs, of what the loss returns, the value first.
@@ -316,71 +318,27 @@ class TracedLoss:
         of the input that it replaces.
       result_of: maps each position in ``x`` to the position in ``results`` of its replacement.
       written_of: maps each position in ``layers`` that layers write to the one in ``written``.
-
-    ``_sorted`` has the outcome of the trace, and the slots of what the loss returns and changes.
     """
 
-    def __init__(
-        self,
-        function: Function,
-        arrays: Arrays,
-        before: Flat,
-        slots: Sequence[int],
-        call: PipelineCall,
-    ):
-        """Traces a loss.
+    closed: Jaxpr
+    with_callbacks: Jaxpr
+    call: PipelineCall
+    sorted_outputs: SortedOutputs
+    results: Sequence[int]
+    written: Sequence[int]
+    returned: Sequence[int]
+    x: Sequence[int]
+    others: Sequence[int]
+    layers: Sequence[int]
+    state: Mapping[int, int]
+    result_of: Mapping[int, int]
+    written_of: Mapping[int, int]
 
-        Args:
-          function: the loss, a function of the arrays. The loss returns ``([value], (*groups,
-            outcome))``: its outputs in groups, and an outcome that says what they are for the
-            arguments.
-          arrays: the arrays of the loss's arguments.
-          before: the arguments, flattened.
-          slots: the slots of the arrays.
-          call: the call of the pipeline that :func:`find_call` has found, which has the types of
-            results and written arrays.
-
-        Raises:
-          ValueError: the loss changes more than the values of Variables, or has a callback that
-            returns something.
-        """
-
-        # Tracing this function also sets `self.call`, the call in this trace, and `self._sorted`,
-        # which says what the outputs are. `make_jaxpr` below traces it once.
-        def program(arrays: Arrays, results: Arrays, written: Arrays) -> list[list[Any]]:
-            """Returns the outputs of the loss in five lists."""
-            self.call = PipelineCall(results, dict(zip(call.written, written, strict=True)))
-            with self.call.in_place():  # the pipeline in the function returns `results`
-                [value], (*groups, outcome) = function(arrays)
-            # All arrays of the arguments and of the loss's result after the call, by slot.
-            leaves_after = outcome.arrays(replace_slots(before.leaves, slots, arrays), groups)
-            slot_of_value = next(slot for slot, x in enumerate(leaves_after) if x is value)
-            self._sorted = sort_outputs(outcome, before.structure, slot_of_value)
-            return [
-                [leaves_after[slot] for slot in self._sorted.returned],
-                [leaves_after[slot] for slot in self._sorted.state],  # the keys: new values
-                self.call.x,
-                self.call.others,
-                [*self.call.layers.values()],
-            ]
-
-        # The results of layers have the types of x, so `call.x` has the types of the results.
-        inputs = [*arrays], call.x, [*call.written.values()]
-        self.with_callbacks, outputs = jax.make_jaxpr(program, return_shape=True)(*inputs)
-        self.closed = without_callbacks(self.with_callbacks, "it")
-        # The positions of each list among all inputs, then among all outputs.
-        _, self.results, self.written = positions_of(inputs)
-        self.returned, new_values, self.x, self.others, self.layers = positions_of(outputs)
-
-        # The maps between positions: new → old values of Variables, x → results, layers → written.
-        # Both lists of each pair are in the same order, so `zip` finds what belongs together.
-        input_of_slot = {slot: i for i, slot in enumerate(slots)}
-        old_values = [input_of_slot[slot] for slot in self._sorted.state.values()]
-        self.state = dict(zip(new_values, old_values, strict=True))
-        self.result_of = dict(zip(self.x, self.results, strict=True))
-        layer_of_slot = dict(zip(self.call.layers, self.layers, strict=True))
-        layers_written = [layer_of_slot[slot] for slot in call.written]
-        self.written_of = dict(zip(layers_written, self.written, strict=True))
+    @property
+    def staged(self) -> StagedLayers:
+        """The layers of the pipeline, on their stages."""
+        assert self.call.staged is not None  # `in_place` has refused a loss without a pipeline
+        return self.call.staged
 
     def has_gradient(self, output: int) -> bool:
         """Whether an output has floating-point or complex numbers."""
@@ -397,15 +355,84 @@ class TracedLoss:
           One group with all arrays, and the outcome of the trace, whose sources are changed to this
           group.
         """
-        slots = [*self._sorted.returned, *self._sorted.state]
+        slots = [*self.sorted_outputs.returned, *self.sorted_outputs.state]
         # The given arrays are in the only group, number 0. All other arrays are unchanged inputs.
         new_sources = {slot: Source(group=0, position=i) for i, slot in enumerate(slots)}
-        traced = self._sorted.outcome
+        traced = self.sorted_outputs.outcome
         sources = tuple(new_sources.get(slot, old) for slot, old in enumerate(traced.sources))
         # `update` says what is written back. This field depends on the sources, so it is computed
         # anew: None means unknown.
         outcome = dataclasses.replace(traced, sources=sources, update=None)
         return OutputGroup.unnamed((*returned, *state)), outcome
+
+
+def trace_loss(
+    function: Function, arrays: Arrays, before: Flat, slots: Sequence[int]
+) -> TracedLoss:
+    """Traces a loss.
+
+    Args:
+      function: the loss, a function of the arrays. The loss returns ``([value], (*groups,
+        outcome))``: its outputs in groups, and an outcome that says what they are for the
+        arguments.
+      arrays: the arrays of the loss's arguments.
+      before: the arguments, flattened.
+      slots: the slots of the arrays.
+
+    Raises:
+      ValueError: the loss calls no pipeline, or in a way that `PipelineCall.run` refuses; it
+        changes more than the values of Variables; or it has a callback that returns something.
+    """
+    call_types = _find_call(function, arrays)  # has the types of results and written arrays
+    # What the trace of `program` finds besides its arrays: the call in this trace, and what the
+    # outputs are. `make_jaxpr` traces it once.
+    found = list[tuple[PipelineCall, SortedOutputs]]()
+
+    def program(arrays: Arrays, results: Arrays, written: Arrays) -> list[list[Any]]:
+        """Returns the outputs of the loss in five lists."""
+        call = PipelineCall(results, dict(zip(call_types.written, written, strict=True)))
+        with call.in_place():  # the pipeline in the function returns `results`
+            [value], (*groups, outcome) = function(arrays)
+        # All arrays of the arguments and of the loss's result after the call, by slot.
+        leaves_after = outcome.arrays(replace_slots(before.leaves, slots, arrays), groups)
+        slot_of_value = next(slot for slot, x in enumerate(leaves_after) if x is value)
+        sorted_outputs = sort_outputs(outcome, before.structure, slot_of_value)
+        found.append((call, sorted_outputs))
+        return [
+            [leaves_after[slot] for slot in sorted_outputs.returned],
+            [leaves_after[slot] for slot in sorted_outputs.state],  # the keys: new values
+            call.x,
+            call.others,
+            [*call.layers.values()],
+        ]
+
+    # The results of layers have the types of x, so ``x`` has the types of the results.
+    inputs = [*arrays], call_types.x, [*call_types.written.values()]
+    with_callbacks, outputs = jax.make_jaxpr(program, return_shape=True)(*inputs)
+    [(call, sorted_outputs)] = found
+    # The positions of each list among all inputs, then among all outputs.
+    _, results, written = positions_of(inputs)
+    returned, new_values, x, others, layers = positions_of(outputs)
+    # Both lists of each pair below are in the same order, so `zip` finds what belongs together.
+    input_of_slot = {slot: i for i, slot in enumerate(slots)}
+    old_values = [input_of_slot[slot] for slot in sorted_outputs.state.values()]
+    layer_of_slot = dict(zip(call.layers, layers, strict=True))
+    layers_written = [layer_of_slot[slot] for slot in call_types.written]
+    return TracedLoss(
+        closed=without_callbacks(with_callbacks, "it"),
+        with_callbacks=with_callbacks,
+        call=call,
+        sorted_outputs=sorted_outputs,
+        results=results,
+        written=written,
+        returned=returned,
+        x=x,
+        others=others,
+        layers=layers,
+        state=dict(zip(new_values, old_values, strict=True)),
+        result_of=dict(zip(x, results, strict=True)),
+        written_of=dict(zip(layers_written, written, strict=True)),
+    )
 
 
 def positions_of(lists: Iterable[Arrays]) -> list[range]:

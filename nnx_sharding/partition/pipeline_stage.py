@@ -20,8 +20,8 @@ Residuals have no positions. Their *number* is the index in the list that ``vjp`
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -33,120 +33,36 @@ from .shard_sums import ShardSums
 Residuals: TypeAlias = dict[int, Any]  # by their numbers in the order of `jax.vjp`
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TracedStages:
     """The layers of all stages, traced once, and cut into a part for each pass.
 
+    An *output* is an output of the trace of all stages.
+
     Attributes:
+      axis: the mesh axis of the stages.
+      inputs: the positions of the layers' inputs, in the order of the trace's inputs.
+      out: by position, the output with what the layers return.
+      written: by position, the output with what the layers write.
+      residuals: the output with each residual, in the order of the residuals' numbers.
+      transpose: the tree of the function that ``vjp`` returned, with residuals as leaves.
+      kept: by number, the output with each residual that the ring keeps.
       residual_types: by number, the types of the residuals that the ring keeps, for one stage and
         one microbatch.
-
-    Its private attributes; an *output* is an output of the trace of all stages:
-
-        _axis            the mesh axis of the stages
-        _inputs          the positions of the layers' inputs, in the order of the trace's inputs
-        _out, _written   by position, the output with what the layers return, or write
-        _residuals       the output with each residual, in the order of the residuals' numbers
-        _kept            by number, the output with each residual that the ring keeps
-        _run_forward     a function from inputs to out, written, and the residuals that are kept
-        _recompute       a function from fixed inputs to the other residuals
-        _transpose       the tree of the function that ``vjp`` returned, with residuals as leaves;
-                         set while the forward pass is traced
+      run_forward: a function from inputs to out, written, and the residuals that are kept.
+      recompute: a function from fixed inputs to the other residuals.
     """
 
-    def __init__(self, parts: LossParts):
-        """Traces the layers of a loss.
-
-        Args:
-          parts: the parts of the loss, with the call of the pipeline.
-
-        Raises:
-          ValueError: a layer has a callback with side effects that returns something.
-        """
-        loss, call = parts.loss, parts.loss.call
-        assert call.staged is not None  # `find_call` has refused a loss without a pipeline
-        self._axis = call.staged.axis
-        # 1. The types of the layers' inputs, by position. Arrays of layers are (S, …) already.
-        # Inputs that all stages share have no dimension for the stages. All others get one.
-        shared = {*loss.others}.difference(parts.varying)
-        inputs = (*loss.layers, *loss.x, *loss.others)
-        types = {i: as_type(loss.closed.out_avals[i]) for i in inputs}
-        for i in {*types} - {*loss.layers} - shared:
-            types[i] = as_type(types[i], call.staged.stages)
-        self._inputs = sorted(types)  # in the order of the trace's inputs: JAX sorts the keys
-
-        # 2. The trace. All stages are traced at once, because a `shard_map` in a layer has to be in
-        # the `vmap` when it is traced.
-        forward_of_all_stages = jax.vmap(
-            functools.partial(self._trace_one_stage, parts),
-            in_axes=({i: None if i in shared else 0 for i in types},),
-            spmd_axis_name=self._axis,
-        )
-        with_callbacks, results = jax.make_jaxpr(forward_of_all_stages, return_shape=True)(types)
-        closed = without_callbacks(with_callbacks, "a layer")
-        # The three results, with the index of the output of this trace in place of each array.
-        result_types, treedef = jax.tree.flatten(results)  # (S, …)
-        numbered = jax.tree.unflatten(treedef, range(len(result_types)))
-        self._out, self._written, self._residuals = numbered
-
-        # 3. The residuals that depend on a microbatch are kept in a ring. The others depend on
-        # constants only: fixed inputs that layers do not write, because a written array changes
-        # from one microbatch to the next.
-        constants = {*parts.fixed}.difference(loss.written_of)
-        self._kept: dict[int, int] = {}  # number of a residual → output of this trace
-        self.residual_types: dict[int, jax.ShapeDtypeStruct] = {}
-        for number, output in enumerate(self._residuals):
-            inputs_read = {self._inputs[n] for n in Part(closed, [output]).used}
-            if not inputs_read.issubset(constants):
-                self._kept[number] = output
-                on_stages = result_types[output]  # (S, …)
-                one = jax.ShapeDtypeStruct(on_stages.shape[1:], on_stages.dtype)
-                self.residual_types[number] = one
-
-        # 4. Callbacks in layers run in the forward pass. Callbacks do not run again when residuals
-        # are recomputed, because `closed` has none.
-        kept = self._kept.values()
-        self._run_forward = Part(
-            with_callbacks, [*self._out.values(), *self._written.values(), *kept]
-        )
-        self._recompute = Part(closed, {*self._residuals}.difference(kept))
-
-    def _trace_one_stage(
-        self, parts: LossParts, arrays: ByPosition
-    ) -> tuple[ByPosition, ByPosition, list[Any]]:
-        """Runs the layers of one stage in the trace; sets ``_transpose`` for :meth:`backward`.
-
-        Args:
-          parts: the parts of the loss, with the call of the pipeline.
-          arrays: the layers' inputs, by position; arrays of D layers are (D, …).
-
-        Returns:
-          The layers' outputs (``out``), the arrays that they write (``written``), and the list of
-          all residuals.
-        """
-        staged = parts.loss.call.staged
-        assert staged is not None  # `find_call` has refused a loss without a pipeline
-
-        def run(chosen: ByPosition) -> tuple[ByPosition, tuple[ByPosition, ByPosition]]:
-            """Runs the layers as a function of the inputs that are differentiated.
-
-            Returns:
-              The outputs that have a gradient. As auxiliary data, without gradients, a pair of all
-              outputs and the written arrays.
-            """
-            out, written = _run_layers(parts, arrays | chosen)
-            # The output of a stage is the x of the next stage, so it has a gradient where x has
-            # one.
-            return {i: out[i] for i in parts.x_with_gradients}, (out, written)
-
-        # `prevent_cse` is not needed, because the recomputation is in another iteration of the
-        # loop.
-        run_or_remat = jax.checkpoint(run, prevent_cse=False) if staged.is_remat else run
-        differentiated = {*parts.fixed_with_gradients, *parts.x_with_gradients}
-        chosen = {i: arrays[i] for i in sorted(differentiated)}
-        _, transpose, (out, written) = jax.vjp(run_or_remat, chosen, has_aux=True)
-        # JAX's transpose is a pytree: a function whose leaves are the residuals.
-        residuals, self._transpose = jax.tree.flatten(transpose)
-        return out, written, residuals
+    axis: str
+    inputs: Sequence[int]
+    out: Mapping[int, int]
+    written: Mapping[int, int]
+    residuals: Sequence[int]
+    transpose: jax.tree_util.PyTreeDef
+    kept: Mapping[int, int]
+    residual_types: Mapping[int, jax.ShapeDtypeStruct]
+    run_forward: Part
+    recompute: Part
 
     def _as_inputs(self, arrays: Mapping[int, Any]) -> dict[int, Any]:
         """Returns arrays by their index among the inputs of the trace of the stages.
@@ -154,7 +70,7 @@ class TracedStages:
         ``arrays`` are by position. Positions without an array are left out, because a part of the
         trace needs only some inputs.
         """
-        return {n: arrays[i] for n, i in enumerate(self._inputs) if i in arrays}
+        return {n: arrays[i] for n, i in enumerate(self.inputs) if i in arrays}
 
     def forward(self, arrays: ByPosition) -> tuple[ByPosition, ByPosition, Residuals]:
         """Runs all stages forward.
@@ -166,10 +82,10 @@ class TracedStages:
           Three dicts of arrays (S, …): the layers' outputs, by the positions of x; the arrays that
           they write, by the positions of layers; and the residuals that the ring keeps, by number.
         """
-        outputs = self._run_forward(self._as_inputs(arrays))  # by the index of the trace's output
-        out = {i: outputs[output] for i, output in self._out.items()}
-        written = {i: outputs[output] for i, output in self._written.items()}
-        kept = {number: outputs[output] for number, output in self._kept.items()}
+        outputs = self.run_forward(self._as_inputs(arrays))  # by the index of the trace's output
+        out = {i: outputs[output] for i, output in self.out.items()}
+        written = {i: outputs[output] for i, output in self.written.items()}
+        kept = {number: outputs[output] for number, output in self.kept.items()}
         return out, written, kept
 
     def backward(
@@ -193,30 +109,135 @@ class TracedStages:
           The gradients of x and of fixed inputs, by position, for those that have a gradient. They
           are (S, …); the wanted ones are shard sums.
         """
-        # By the index of the trace's output. The fixed inputs are enough, because the constructor
+        # By the index of the trace's output. The fixed inputs are enough, because `trace_stages`
         # keeps each residual that depends on anything else.
-        recomputed = self._recompute(self._as_inputs(fixed))
+        recomputed = self.recompute(self._as_inputs(fixed))
         residuals = [  # all residuals, in the order of their numbers
             kept[number] if number in kept else recomputed[output]
-            for number, output in enumerate(self._residuals)
+            for number, output in enumerate(self.residuals)
         ]
 
         def transpose(inputs: tuple[list[Any], ByPosition]) -> ByPosition:
             """Computes the gradients of one stage."""
             residuals, d_out = inputs
             # The function that `vjp` returned in the forward pass, with these residuals in it.
-            run_transpose = jax.tree.unflatten(self._transpose, residuals)
+            run_transpose = jax.tree.unflatten(self.transpose, residuals)
             [gradients] = run_transpose(d_out)  # the differentiated function has one argument
             return gradients  # type: ignore[no-any-return]
 
         def transpose_all_stages(inputs: Any) -> tuple[ByPosition, tuple[()]]:
-            gradients = jax.vmap(transpose, spmd_axis_name=self._axis)(inputs)
+            gradients = jax.vmap(transpose, spmd_axis_name=self.axis)(inputs)
             return gradients, ()  # `evaluate` allows further results; there are none
 
         # The dimension of the rows: unknown in residuals; dimension 1 in gradients, (S, rows, …).
         row_dims = [None] * len(residuals), dict.fromkeys(d_out, 1)
         gradients, _ = sums.evaluate(transpose_all_stages, (residuals, d_out), row_dims, wanted)
         return gradients
+
+
+def trace_stages(parts: LossParts) -> TracedStages:
+    """Traces the layers of a loss.
+
+    Args:
+      parts: the parts of the loss, with the call of the pipeline.
+
+    Raises:
+      ValueError: a layer has a callback with side effects that returns something.
+    """
+    loss = parts.loss
+    # 1. The types of the layers' inputs, by position. Arrays of layers are (S, …) already. Inputs
+    # that all stages share have no dimension for the stages. All others get one.
+    shared = {*loss.others}.difference(parts.varying)
+    types = {i: as_type(loss.closed.out_avals[i]) for i in (*loss.layers, *loss.x, *loss.others)}
+    for i in {*types} - {*loss.layers} - shared:
+        types[i] = as_type(types[i], loss.staged.stages)
+    inputs = sorted(types)  # in the order of the trace's inputs: JAX sorts the keys
+
+    # 2. The trace. All stages are traced at once, because a `shard_map` in a layer has to be in the
+    # `vmap` when it is traced, so `trace_one_stage` is called once.
+    transposes = list[jax.tree_util.PyTreeDef]()
+
+    def trace_one_stage(arrays: ByPosition) -> tuple[ByPosition, ByPosition, list[Any]]:
+        """Returns what the layers of one stage return and write, and all residuals."""
+        out, written, transpose = _differentiate_layers(parts, arrays)
+        # JAX's transpose is a pytree: a function whose leaves are the residuals.
+        residuals, treedef = jax.tree.flatten(transpose)
+        transposes.append(treedef)
+        return out, written, residuals
+
+    trace_all_stages = jax.vmap(
+        trace_one_stage,
+        in_axes=({i: None if i in shared else 0 for i in types},),
+        spmd_axis_name=loss.staged.axis,
+    )
+    with_callbacks, results = jax.make_jaxpr(trace_all_stages, return_shape=True)(types)
+    [transpose] = transposes
+    closed = without_callbacks(with_callbacks, "a layer")
+    # The three results, with the index of the output of this trace in place of each array.
+    result_types, treedef = jax.tree.flatten(results)  # (S, …)
+    out, written, residuals = jax.tree.unflatten(treedef, range(len(result_types)))
+
+    # 3. The residuals that depend on a microbatch are kept in a ring. The others depend on
+    # constants only: fixed inputs that layers do not write, because a written array changes from
+    # one microbatch to the next.
+    constants = {*parts.fixed}.difference(loss.written_of)
+    kept: dict[int, int] = {}  # number of a residual → output of this trace
+    residual_types: dict[int, jax.ShapeDtypeStruct] = {}
+    for number, output in enumerate(residuals):
+        inputs_read = {inputs[n] for n in Part(closed, [output]).used}
+        if not inputs_read.issubset(constants):
+            kept[number] = output
+            on_stages = result_types[output]  # (S, …)
+            residual_types[number] = jax.ShapeDtypeStruct(on_stages.shape[1:], on_stages.dtype)
+
+    return TracedStages(
+        axis=loss.staged.axis,
+        inputs=inputs,
+        out=out,
+        written=written,
+        residuals=residuals,
+        transpose=transpose,
+        kept=kept,
+        residual_types=residual_types,
+        # Callbacks in layers run in the forward pass. They do not run again when residuals are
+        # recomputed, because `closed` has none.
+        run_forward=Part(with_callbacks, [*out.values(), *written.values(), *kept.values()]),
+        recompute=Part(closed, {*residuals}.difference(kept.values())),
+    )
+
+
+def _differentiate_layers(
+    parts: LossParts, arrays: ByPosition
+) -> tuple[ByPosition, ByPosition, Any]:
+    """Runs the layers of one stage, and differentiates them.
+
+    Args:
+      parts: the parts of the loss, with the call of the pipeline.
+      arrays: the layers' inputs, by position; arrays of D layers are (D, …).
+
+    Returns:
+      The layers' outputs (``out``), the arrays that they write (``written``), and the function from
+      gradients of outputs to those of inputs, which `jax.vjp` returns.
+    """
+
+    def run(chosen: ByPosition) -> tuple[ByPosition, tuple[ByPosition, ByPosition]]:
+        """Runs the layers as a function of the inputs that are differentiated.
+
+        Returns:
+          The outputs that have a gradient. As auxiliary data, without gradients, a pair of all
+          outputs and the written arrays.
+        """
+        out, written = _run_layers(parts, arrays | chosen)
+        # The output of a stage is the x of the next stage, so it has a gradient where x has one.
+        return {i: out[i] for i in parts.x_with_gradients}, (out, written)
+
+    # `prevent_cse` is not needed, because the recomputation is in another iteration of the loop.
+    is_remat = parts.loss.staged.is_remat
+    run_or_remat = jax.checkpoint(run, prevent_cse=False) if is_remat else run
+    differentiated = {*parts.fixed_with_gradients, *parts.x_with_gradients}
+    chosen = {i: arrays[i] for i in sorted(differentiated)}
+    _, transpose, (out, written) = jax.vjp(run_or_remat, chosen, has_aux=True)
+    return out, written, transpose
 
 
 def _run_layers(parts: LossParts, arrays: ByPosition) -> tuple[ByPosition, ByPosition]:
