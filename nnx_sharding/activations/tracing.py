@@ -8,8 +8,8 @@ scope gets each call of a module (``intercept.py``), and it
     gathers    the module's own parameters, as FSDP does, for the duration of the call
                (``gathering.py``)
     retypes    Explicit axes to Auto in the call, if shardings are inferred (``axis_types.py``)
-    constrains what the method takes and returns (``constraining.py``), and the columns of a layer
-               (``columns.py``)
+    constrains what the method takes and returns (``constraining.py``)
+    infers     how outputs are sharded for which nothing is declared (``inferred_outputs.py``)
     records    what was chosen, for reports (``calls.py``)
 
 Paths belong to the arguments of the function. A module in an inner trace is a copy, which gets the
@@ -29,45 +29,23 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
 from ..core.call_context import Caller
-from ..core.constrain import (
-    apply_shardings,
-    in_context,
-    mesh_in_trace,
-    retype,
-    type_spec,
-)
+from ..core.constrain import in_context, type_spec
 from ..core.plan import Plan
 from ..core.structure import NodeEntry
 from ..core.transform import Sharded
 from ..core.unflatten import Unflattened
 from ..errors import ActivationError, raise_if_any
-from ..specs.activation_sharding import (
-    ActivationSharding,
-    CallSchedule,
-)
-from ..specs.fitting import (
-    axes_of_type,
-    fit_sharding,
-    keep_axes,
-    spec_and_mesh,
-    spec_axes,
-)
+from ..specs.activation_sharding import ActivationSharding, CallSchedule
+from ..specs.fitting import axes_of_type, fit_sharding, keep_axes, spec_and_mesh
 from ..specs.paths import accessor
 from ..specs.state_sharding import StateSharding
-from ..specs.types import AnyArray, Arrays, AxisName
-from .axis_types import (
-    inferred_axes,
-    input_like,
-    opened,
-    output_spec,
-    with_auto_axes,
-)
+from ..specs.types import Arrays
+from .axis_types import inferred_axes, with_auto_axes
 from .calls import RECORD, Frame, Tag, in_call
-from .columns import spec_of_columns
 from .constraining import Constrainer
 from .declarations import Declarations
 from .explanations import (
@@ -78,6 +56,7 @@ from .explanations import (
     refuse_untyped,
 )
 from .gathering import gathered_values
+from .inferred_outputs import InferredOutputs
 from .intercept import Call, Keywords, current_handler, original_of, with_handler
 from .rows import DeclaredRows
 from .schedules import SCHEDULE_USES, PendingCall, Place, ScheduleUses
@@ -171,6 +150,7 @@ class Scope:
         _tagger          makes the tags of modules
         _constrainer     constrains activations, and collects specs that do not fit (``mismatches``)
         _whole_outputs   warns of outputs that are gathered for operations outside of modules
+        _outputs         chooses the shardings of outputs for which nothing is declared
         _schedules       the schedules for modules in the arguments, by name and path of the module
         _pending         the results of calls that a schedule runs later, with the last of them;
                          ``check_ran`` of one raises an error if that has not happened
@@ -206,6 +186,9 @@ class Scope:
         self.declarations = Declarations(transform.activation_shardings, plan.batch_axes)
         self.rows = DeclaredRows(plan, leaves, self._mesh, self._axes)
         self._constrainer = Constrainer(transform, self._mesh, self._axes)
+        self._outputs = InferredOutputs(
+            self._mesh, self._explicit_axes, plan.batch_axes, self._whole_outputs
+        )
         self._tagger = Tagger(plan, unflattened, self._mesh, self._axes, self._explicit_axes)
         self._tag_arguments()
 
@@ -484,7 +467,7 @@ class Scope:
         def type_output(x: jax.Array) -> jax.Array:
             """Gives a new array of the result its type on the caller's mesh."""
             inputs = (args, kwargs)
-            return self._type_output(x, frame=frame, inputs=inputs, auto_axes=auto_axes, outer=mesh)
+            return self._outputs.type_output(x, frame, inputs, auto_axes=auto_axes, outer=mesh)
 
         # The module is an input as well, because it holds arrays with types.
         inputs = (frame.module, args, kwargs)
@@ -494,99 +477,8 @@ class Scope:
         """Shards the result of a method: as declared, or else like the columns of its kernel."""
         if frame.declared.output is not None:
             return self._constrainer.constrain(out, frame.declared.output, frame, side="output")
-        shard = functools.partial(self._shard_columns, frame)
+        shard = functools.partial(self._outputs.shard_columns, frame)
         return jax.tree.map(shard, out, is_leaf=_compat.is_graph_object)
-
-    def _shard_columns(self, frame: Frame, x: AnyArray) -> AnyArray:
-        """Shards an output of a layer on Auto axes like the columns of its kernel.
-
-        A value that is no array, or has no known columns, is returned unchanged.
-        """
-        spec = self._spec_of_columns(frame, x) if isinstance(x, jax.Array) else None
-        if spec is None:
-            return x
-        # The spec is remembered even if no axis shards the columns. Then the columns of the model's
-        # output are known to be whole.
-        self._whole_outputs.end_layer(x, spec)  # see `WholeOutputs`: it warns of gathered columns
-        names_axes = any(spec_axes(spec))
-        if self._mesh is None or not names_axes:
-            return x
-        [constrained] = apply_shardings([x], [NamedSharding(mesh_in_trace(self._mesh), spec)])
-        return constrained
-
-    def _type_output(
-        self,
-        x: jax.Array,
-        *,
-        frame: Frame,
-        inputs: tuple[tuple[Any, ...], Keywords],
-        auto_axes: frozenset[AxisName],
-        outer: AbstractMesh,
-    ) -> jax.Array:
-        """Types an array that a module made on Auto axes for its caller, who has Explicit ones.
-
-        On the caller's axes, the type of each array says how it is sharded. While the module ran,
-        the axes were Auto: the compiler chooses shardings there, and the type of ``x`` says nothing
-        of these axes. So this method decides on them, by the first of these that is known:
-
-        1. the sharding that was chosen for this very array: here, or by the user for a module in
-           this one;
-        2. its type, over axes that stayed Explicit;
-        3. the columns of the layer's kernel;
-        4. the input of the same shape and dtype, or else the leading dimensions of the first input.
-
-        Args:
-          x: the array, typed on the mesh on which the module ran.
-          frame: the call of the module, with what was chosen for arrays in it.
-          inputs: its positional and keyword arguments, typed on the caller's mesh.
-          auto_axes: the axes that were Auto for the call.
-          outer: the caller's mesh, on which these axes are Explicit.
-
-        Returns:
-          The same array, typed on ``outer``.
-        """
-        explicit = axes_of_type(outer, AxisType.Explicit)
-        chosen_here = frame.sharding_of(x)
-        chosen = chosen_here or frame.declared_within(x)
-        spec: PartitionSpec | None
-        if chosen is not None:
-            spec = keep_axes(chosen.spec, explicit)
-        elif type_spec(x) is not None:
-            spec = opened(type_spec(x))  # leaves dimensions without an axis open
-        else:
-            # The columns of the model itself (its path is empty) stay whole, because JAX refuses to
-            # index sharded columns, and losses index logits.
-            is_inner = bool(frame.tag.path)
-            columns = self._spec_of_columns(frame, x) if is_inner else None
-            spec = None if columns is None else keep_axes(columns, explicit)
-        like = input_like(x, inputs)
-        assert like is not None  # axes are Auto only for a call with an input on Explicit axes
-        # The dimensions that ``spec`` leaves open become like those of ``like``: all of them if the
-        # shapes are equal, or else the leading ones.
-        typed: jax.Array = retype(x, outer, output_spec(x, like, spec))
-        if chosen_here is not None:
-            frame.note_sharding(typed, jax.typeof(typed).sharding)  # reports show it
-        elif chosen is None and frame.is_outermost:
-            # On Auto axes its columns, for example of logits, may be sharded, but its type says
-            # that they are whole. So they are gathered, and a warning follows if the function uses
-            # them.
-            column_axes = auto_axes - self._plan.batch_axes  # the batch axes shard rows
-            sizes = {axis: outer.shape[axis] for axis in column_axes}
-            self._whole_outputs.add(frame, typed, like, sizes)
-        return typed
-
-    def _spec_of_columns(self, frame: Frame, x: jax.Array) -> PartitionSpec | None:
-        """Returns the spec of an output whose last dimensions are columns of a kernel, or None.
-
-        The result is None if the user declares all shardings (no source has ``infer``), and on Auto
-        axes, because there the compiler alone chooses.
-        """
-        is_inferred = any(source.infer for source in frame.tag.sources)
-        if not self._explicit_axes or not is_inferred:
-            return None
-        # Axes of the batch shard the rows of the output, so they cannot shard its columns, too.
-        axes = self._explicit_axes.difference(self._plan.batch_axes)
-        return spec_of_columns(frame.module, frame.tag, x, axes)
 
     def _check(self) -> None:
         """Raises errors at the end of a trace.
