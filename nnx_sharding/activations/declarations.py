@@ -4,14 +4,6 @@ A *source* is one `ActivationSharding` of the user or of a strategy: filters for
 shardings for a method. The first source that has a filter for a call of a module decides. A strict
 source has filters of the user, each of which has to match a call, because one that does not is
 probably a mistake.
-
-From other modules:
-
-    Frame                      a call of a module: its ``tag`` (the path, and the ``sources`` for
-                               the module), ``method``, and what is declared for the call
-    indices_for_other_methods  the indices of the filters of a source that match a module, but are
-                               for another method
-    glob_hint                  what to write if a string looks like a glob; "" if it does not
 """
 
 from __future__ import annotations
@@ -133,8 +125,6 @@ def _unused_line(filter_: object, sharding: InOutSharding, methods: Sequence[str
     """Returns a line about a filter that matched no call, with what to write if that is known.
 
     Args:
-      filter_: the filter.
-      sharding: what it declares.
       methods: the names of other methods that ran, of modules that match the filter.
     """
     text = filter_.__name__ if isinstance(filter_, type) else repr(filter_)

@@ -4,17 +4,6 @@ Modules of a strategy run on Auto axes, where the compiler chooses (``axis_types
 a layer whose last dimensions are the columns of a kernel is sharded like these (``columns.py``).
 When a module on Auto axes returns to a caller on Explicit ones, each new array needs a type, which
 says how all of its dimensions are sharded (:meth:`InferredOutputs.type_output`).
-
-From other modules:
-
-    Frame             a call of a module: its ``tag``, and the shardings that were chosen for arrays
-    type_spec         the spec in the type of an array; None if none of its axes is Explicit
-    spec_of_columns   the spec of an output whose last dimensions are columns of a kernel, or None
-    keep_axes         a spec with only those of its axes that are given
-    opened            a spec with ``OPEN`` for each dimension that no axis shards; None for None
-    input_like        the input like which an output is typed; `output_spec` the resulting spec
-    apply_shardings   gives arrays shardings; in a trace, by constraints
-    mesh_in_trace     a mesh with the axis types of the current trace
 """
 
 from __future__ import annotations

@@ -2,12 +2,6 @@
 
 Code that makes microbatches asks for this, because a declaration is for one array and does not pass
 on to the results of operations on it.
-
-From other modules: `spec_and_mesh` returns the spec of a sharding and its mesh, or None for a
-sharding without a spec. `type_spec` returns the spec in the type of an array; None if none of its
-axes is Explicit. `axes_of` returns the axes in one entry of a spec, `first_axes` those that shard
-the first dimension in several shardings, and `pad_entries` the entries up to a number of
-dimensions. `mesh_in_trace` returns a mesh with the axis types of the current trace.
 """
 
 from __future__ import annotations

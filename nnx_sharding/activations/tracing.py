@@ -364,7 +364,6 @@ class Scope:
         Returns for any other error.
 
         Args:
-          error: the error.
           frame: the call of a module that raised it.
           inputs: the positional and keyword arguments of the call.
 
@@ -436,9 +435,6 @@ class Scope:
 
         Args:
           frame: the call, with the tag of the module, and the specs that are declared for it.
-          call: the bound method.
-          args: the positional arguments of the call.
-          kwargs: its keyword arguments.
         """
         mesh = jax.sharding.get_abstract_mesh()
         explicit = axes_of_type(mesh, AxisType.Explicit)

@@ -207,11 +207,7 @@ def _fit_leniently(
     Entries beyond the rank are dropped, and axes that may not be named: those that the mesh does
     not have, or over which an enclosing ``shard_map`` maps. Both are among the ``corrections``.
 
-    Args:
-      sharding: the sharding.
-      mesh: the mesh of a spec.
-      shape: the shape of the array.
-      **options: the options of `fit_sharding`.
+    ``options`` are those of `fit_sharding`.
     """
     pair = spec_and_mesh(sharding, mesh)
     if pair is None:  # a sharding without a spec

@@ -43,8 +43,7 @@ which there are gradients. ``split`` and ``split_fixed`` map the positions of sp
 fixed values with shard sums to names for reports.
 
 Helpers in this file: `_pick` selects some positions of a dict of arrays, and `_rename` gives
-outputs the positions of inputs. `_take` reads one slot of a ring, and `_put` returns rings with a
-new value in one slot. `_where_stage` chooses between two arrays stage by stage.
+outputs the positions of inputs. `_put` returns rings with a new value in one slot.
 """
 
 from __future__ import annotations

@@ -301,7 +301,6 @@ def _split_further(
     """Returns a function from the number of a microbatch to the further arguments of layers in it.
 
     Args:
-      further: the further arguments of the call.
       has_rows: for each leaf in them whether it is an array with rows. Modules are leaves.
       to_microbatches: splits an array: (batch, …) → (M, rows, …).
     """

@@ -483,9 +483,7 @@ def _shapes(tree: object) -> list[tuple[int, ...]]:
 def _refuse_gradient(microbatches: int, x: jax.Array) -> jax.Array:
     """Returns x, an output of the layers, such that differentiating it is an error.
 
-    Args:
-      microbatches: the number of microbatches, for the message.
-      x: the output of the layers.
+    ``microbatches`` is their number, for the message.
     """
     text = message(
         'pipeline: schedule="1f1b" has gradients only in accumulate_gradients, which knows the '

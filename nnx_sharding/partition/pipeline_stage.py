@@ -212,7 +212,6 @@ def _differentiate_layers(
     """Runs the layers of one stage, and differentiates them.
 
     Args:
-      parts: the parts of the loss, with the call of the pipeline.
       arrays: the layers' inputs, by position; arrays of D layers are (D, …).
 
     Returns:
