@@ -9,13 +9,15 @@ then has one object in both places.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..specs.types import Arrays, Objects
 from .flattener import Flattener
-from .recording import ReadRecorder
 from .snapshot import Snapshot
 from .structure import Structure
+
+if TYPE_CHECKING:
+    from .guard.recorder import WalkRecorder
 
 
 class Flat(NamedTuple):
@@ -25,7 +27,7 @@ class Flat(NamedTuple):
     leaves: Arrays  # by slot
     objects: Objects  # by index: the object of each entry of the structure
     updatable: bool = False  # whether all objects are known to belong to the current trace
-    recorder: ReadRecorder | None = None  # has recorded the walk; None if no guard can repeat it
+    recorder: WalkRecorder | None = None  # has recorded the walk; None if no guard can repeat it
 
 
 def flatten(
@@ -38,7 +40,7 @@ def flatten(
     keeps_alive: bool = True,
     held_weakly: Set[int] = frozenset(),
     snapshot: Snapshot | None = None,
-    recorder: ReadRecorder | None = None,
+    recorder: WalkRecorder | None = None,
 ) -> Flat:
     """Flattens a pytree of NNX objects, arrays and scalars.
 

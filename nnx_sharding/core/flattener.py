@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Iterable, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ from .. import _compat
 from ..specs.types import AnyArray
 from .attributes import Described, describe_metadata, describe_node
 from .hijax_variables import describe_hijax
-from .recording import ALL_UNRECORDED, UNRECORDED, ReadRecorder
+from .recording import ALL_UNRECORDED, UNRECORDED
 from .snapshot import Snapshot
 from .static_children import describe_static, new_static_child
 from .static_equality import Static
@@ -49,6 +49,9 @@ from .structure import (
     children_of,
 )
 from .treedefs import PyTreeDef, aux_of, is_leaf_treedef
+
+if TYPE_CHECKING:
+    from .guard.recorder import WalkRecorder
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -93,7 +96,7 @@ class Flattener:
     keeps_alive: bool
     held_weakly: Set[int]
     snapshot: Snapshot | None
-    recorder: ReadRecorder | None
+    recorder: WalkRecorder | None
     also_data: Set[int]
 
     def __post_init__(self) -> None:

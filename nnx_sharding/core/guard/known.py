@@ -99,7 +99,7 @@ def _flatten_recorded(tree: object, key: int, entry: _KnownModel) -> Flat:
     flat = flatten(tree, keeps_alive=False, recorder=recorder)
     # ``flat.recorder`` may be another one than ``recorder``, because ``flatten`` starts again with
     # a new one if it has to. It is None if a part of the model cannot be compared.
-    if not isinstance(flat.recorder, WalkRecorder):
+    if flat.recorder is None:
         return flat
     walk = make_walk(flat.recorder, (tree,), name=type(tree).__name__)
     if walk is not None:

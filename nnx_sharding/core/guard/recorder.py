@@ -59,7 +59,7 @@ _trace_of = _compat.SLOTS["TRACE"].__get__
 
 
 class WalkRecorder:
-    """Records one walk over the arguments of a call: a ``ReadRecorder`` that makes a recipe.
+    """Records one walk over the arguments of a call, and makes a recipe of it.
 
     Args:
       arguments: the arguments of the call, positional and by keyword; the stream starts with them.

@@ -263,7 +263,7 @@ class Guards:
         guard_list.misses += 1
         if not guard_list.is_due(plan_is_new=is_new):
             return
-        recorder = flat.recorder if isinstance(flat.recorder, WalkRecorder) else None
+        recorder = flat.recorder
         walk = None if recorder is None else make_walk(recorder, arguments, plan.fun_name)
         if walk is None or recorder is None:  # such arguments are flattened in each call
             guard_list.give_up()
