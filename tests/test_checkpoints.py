@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding, jit, split, stack
+from nnx_sharding import _publishing as publishing
 from nnx_sharding.analysis import parameter_table
 from nnx_sharding.checkpoint import (
     Checkpoints,
@@ -37,7 +38,6 @@ from nnx_sharding.checkpoint import (
 )
 from nnx_sharding.checkpoint.checksums import _SMALL, checksums
 from nnx_sharding.checkpoint.names import named_arrays
-from nnx_sharding.core import publishing
 from nnx_sharding.core.flatten import flatten
 from nnx_sharding.core.unflatten import unflatten
 from nnx_sharding.errors import CheckpointError, NoCheckpointError, NoMeshError

@@ -72,6 +72,7 @@ LAST = (
             "call.py",
             "declared.py",
             "interrupts.py",
+            "in_c.py",
             "in_flight.py",
             "place.py",
             "moves.py",
@@ -83,7 +84,7 @@ LAST = (
 # Not on the way of a call of `jit`: what is reported when something is wrong, guards outside of
 # calls, and whether a trace of another transform is used again.
 BESIDE = (
-    *("agreement.py", "bounded.py", "compiled_mismatches.py", "convolutions.py"),
+    *("bounded.py", "compiled_mismatches.py", "convolutions.py"),
     *(
         "failures.py",
         "checks.py",
@@ -92,7 +93,6 @@ BESIDE = (
         "memory.py",
         "problems.py",
         "fingerprint.py",
-        "publishing.py",
     ),
     *("tree_shardings.py", "guard/known.py"),
 )

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
-from ..core.publishing import write_file
+from .._publishing import write_file
 from .tables import Pictured
 from .units import printable
 

@@ -24,15 +24,15 @@ from flax import traverse_util
 from jax.sharding import Mesh, Sharding
 
 from .. import _compat
-from ..core.agreement import Operation
+from .._publishing import Draft
 from ..core.flatten import Flat, flatten
 from ..core.memory import is_keys
 from ..core.place import place_arrays
-from ..core.publishing import Draft
 from ..diagnostics.progress import progress
 from ..errors import raise_if_any
 from ..specs.fitting import without_reductions
 from . import names, stored
+from .agreement import Operation
 from .checksums import checksums
 from .names import NamedArray
 from .restore import restore_into

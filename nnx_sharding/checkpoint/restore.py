@@ -30,7 +30,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .. import _compat
-from ..core.agreement import Operation
 from ..core.flatten import Flat, flatten
 from ..core.memory import is_keys, other_memory
 from ..core.place import finish_on_cpu, place_arrays
@@ -39,6 +38,7 @@ from ..core.tree_shardings import assign_shardings
 from ..errors import CheckpointError, by_kind, message, raise_if_any
 from ..specs.fitting import fit_sharding, without_reductions
 from . import names
+from .agreement import Operation
 from .names import Name, NamedArray
 from .stored import KEY_KINDS, Entry, FilePath, Stored, digest, key_words, load, opened
 

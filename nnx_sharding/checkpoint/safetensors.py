@@ -29,7 +29,6 @@ from jax.sharding import AbstractMesh
 
 from .. import _compat
 from ..analysis.memory import array_bytes
-from ..core.agreement import Operation
 from ..core.constrain import sharding_of
 from ..core.flatten import flatten
 from ..core.memory import Bounds, aligned, bounds_of
@@ -40,6 +39,7 @@ from ..errors import CheckpointError, raise_if_any
 from ..specs.fitting import without_reductions
 from ..specs.types import AnyArray
 from . import names, tensor_files
+from .agreement import Operation
 from .names import NamedArray
 from .stored import as_folder, is_in_bucket
 from .tensor_files import NAMES, Box, Region, StoredTensor, Tensors

@@ -22,11 +22,11 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from .. import _compat
-from ..core.agreement import Operation
 from ..core.flatten import flatten
 from ..diagnostics.progress import progress
 from ..errors import CheckpointError, NoCheckpointError, raise_if_any
 from ..specs.fitting import show, suggestion
+from .agreement import Operation
 from .files import ModelRestore, ModelSave, check_storable
 from .names import named_arrays
 from .stored import DATA, MODEL, FilePath, as_folder

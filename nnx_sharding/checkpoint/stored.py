@@ -25,16 +25,16 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import Sharding
 
+from .._publishing import Identity, drafts, identity
 from ..analysis.json_codec import file_path
 from ..analysis.memory import array_bytes
 from ..analysis.tables import Pictured, table
 from ..analysis.units import bytes_text
-from ..core.agreement import Operation, first_line
 from ..core.memory import is_keys
-from ..core.publishing import Identity, drafts, identity
 from ..errors import CheckpointError, NoCheckpointError, raise_if_any
 from ..specs.fitting import without_reductions
 from ..specs.paths import path_key, path_string
+from .agreement import Operation, first_line
 from .checksums import checksums
 from .names import VALUE, Name, NamedArray, digest_of
 

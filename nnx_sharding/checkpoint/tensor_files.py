@@ -25,9 +25,9 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
+from .._publishing import drafts
 from ..analysis.json_codec import unique_json
 from ..analysis.memory import array_bytes
-from ..core.publishing import drafts
 from ..errors import CheckpointError, NoCheckpointError, raise_if_any, shortened
 from ..specs.types import AnyArray
 from .names import digest_of

@@ -5,7 +5,7 @@ index, ``model.safetensors``. So one rename publishes any number of files: the r
 or of the single file. Before it, the other new files get names that are free. After it, the old
 files are deleted.
 
-A *draft* is a hidden folder next to the files (``core/publishing.py``). Files are written there,
+A *draft* is a hidden folder next to the files (``_publishing.py``). Files are written there,
 and to publish one is to give it a second name in the folder, by a hard link.
 
 The links also tell which files a killed process has left, because its draft has a link of each file
@@ -22,7 +22,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..core.publishing import Draft, Identity, check_unchanged, exchange, identity, sync
+from .._publishing import Draft, Identity, check_unchanged, exchange, identity, sync
 from ..errors import CheckpointError
 from .tensor_files import INDEX_FILE, MODEL_FILE, read_header, read_index
 

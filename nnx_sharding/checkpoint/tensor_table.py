@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from .._publishing import write_file
 from ..analysis.json_codec import file_path
 from ..analysis.tables import Pictured, table
-from ..core.publishing import write_file
 from ..errors import CheckpointError
 from ..specs.types import AnyArray
 from .tensor_names import read_name

@@ -28,13 +28,13 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 import jax
 
 from .. import _compat
+from .._publishing import write_file
 from ..analysis.by_line import LineTable
 from ..analysis.compiler_shardings import rematerializations
 from ..analysis.hardware import hardware_of
 from ..analysis.json_codec import file_path, json_text
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
-from ..core.publishing import write_file
 from ..errors import command_for, warnings_collected
 from ..partition.mesh import on_topology, planning_mesh
 from ..planning.candidates import OVER_DATA, STYLES, checked_strategies

@@ -29,33 +29,30 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from .. import _compat
 from ..errors import listed_error
 from ..specs.types import Arrays, Objects
-from .call_context import CALLER, Observer
+from .call_context import CALLER
 from .declared import place_as_declared, placing_operations
 from .failures import raise_explained
 from .flatten import Flat
+from .in_c import Operation, items_getter, perform
 from .in_flight import is_bounded, wait_for_some
-from .interrupts import (
-    DIRECT,
-    defer_signals,
-    deferred_handlers,
-    deliver_signals,
-    unmark_direct,
-)
+from .interrupts import DIRECT, defer_signals, deferred_handlers, deliver_signals, unmark_direct
 from .outcome import Outcome, OutputGroup, Source
 from .plan import Plan
 from .rebuild import update_operations
 from .static_equality import Static
-from .static_parts import Operation
 from .structure import LEAF, Child, Container, is_leaf_variable
 from .treedefs import has_builtin_containers
-from .unflatten import assemble, items_getter, perform, unflatten
+from .unflatten import assemble, unflatten
+
+if TYPE_CHECKING:
+    from ..diagnostics.retraces import Observer
 
 
 def run(

@@ -23,13 +23,13 @@ from ..errors import message, raise_if_any, see
 from ..specs.fitting import is_equivalent
 from ..specs.types import AnyArray, Arrays
 from .flatten import Flat
+from .in_c import Operation
 from .memory import memory_of, other_memory
 from .place import obstacle, place_arrays
 from .plan import Plan
 from .problems import DeclaredArray, array_line, committed_elsewhere
 from .rebuild import AttributeValue, NodeChange, update_operations
 from .spec_checks import fit_specs
-from .static_parts import Operation
 from .structure import LEAF, VariableEntry
 from .transform import OnCommitted, Sharded
 

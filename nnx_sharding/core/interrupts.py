@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .unflatten import perform
+from .in_c import perform
 
 _NUMBERS = (*_signal.valid_signals(),)
 

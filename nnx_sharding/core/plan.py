@@ -36,6 +36,7 @@ from .filter_uses import FilterUse
 from .fingerprint import values_in
 from .flatten import Flat
 from .functions import name_of, weak_function
+from .in_c import items_getter
 from .locations import NamedLocation, locate, slot_names
 from .problems import arguments_not_arrays
 from .pure import pure_function
@@ -47,7 +48,6 @@ from .static_equality import Static
 from .static_places import check_static_places
 from .structure import RefEntry, Structure, VariableEntry
 from .transform import Program, Sharded, Transform
-from .unflatten import items_getter
 
 # The most programs of one plan, one for each fingerprint; the oldest are dropped.
 MAX_PROGRAMS = 16

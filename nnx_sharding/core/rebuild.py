@@ -1,7 +1,7 @@
 """Changes existing objects of a graph: finds what differs, and makes operations that change it.
 
 An *operation* is a function with its arguments. All operations are made before the first is run,
-and they run together (:func:`~.unflatten.perform`), so that an error or a signal changes everything
+and they run together (:func:`~.in_c.perform`), so that an error or a signal changes everything
 or nothing. The words are those of ``structure.py``: an *index* is the position of an object in the
 table of a structure, a *slot* is the position of an array, and a *child* describes what an object
 has in one place.
@@ -19,7 +19,7 @@ from flax import nnx
 from .. import _compat
 from ..specs.types import Arrays, Objects
 from .flatten import Flat
-from .static_parts import Operation
+from .in_c import Operation, perform
 from .structure import (
     LEAF,
     Child,
@@ -30,7 +30,7 @@ from .structure import (
     atoms,
     is_leaf_variable,
 )
-from .unflatten import assemble, assemble_attributes, assemble_metadata, assign_content, perform
+from .unflatten import assemble, assemble_attributes, assemble_metadata, assign_content
 
 
 class AttributeValue(NamedTuple):

@@ -21,11 +21,11 @@ import struct
 import types
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
-Operation: TypeAlias = tuple[Any, ...]  # a function and its arguments
+from .in_c import Operation
 
 
 class Copying(enum.Enum):

@@ -11,18 +11,16 @@ Existing objects are changed by *operations*, as in ``rebuild.py``.
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from .. import _compat
 from ..specs.types import AnyArray, Arrays, Objects
+from .in_c import Operation, perform
 from .static_equality import Static, content_of
-from .static_parts import Operation, assign, is_builtin, make_empty, make_fixed
+from .static_parts import assign, is_builtin, make_empty, make_fixed
 from .structure import (
     LEAF,
     Child,
@@ -301,18 +299,3 @@ def _is_described_by(value: object, child: Child, objects: Mapping[int, Any]) ->
     if isinstance(child, StaticObject):  # a tuple with a list in it, for example
         return _has_content(value, child, objects)
     return Static.of(value) == child  # there are no other children, because statics hold no arrays
-
-
-def perform(operations: Iterable[Operation]) -> None:
-    """Runs all operations in C: no Python code runs in between, so no signal can interrupt them."""
-    deque(itertools.starmap(operator.call, operations), maxlen=0)
-
-
-def items_getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Returns a function that returns the items at these positions of a sequence, at C speed."""
-    if not positions:
-        return lambda items: ()
-    if len(positions) == 1:  # itemgetter of one position would return an item, not a sequence
-        start = positions[0]
-        return operator.itemgetter(slice(start, start + 1))
-    return operator.itemgetter(*positions)

@@ -12,8 +12,8 @@ import os
 import zipfile
 from pathlib import Path
 
+from .._publishing import write_file
 from ..analysis.json_codec import file_path
-from ..core.publishing import write_file
 from ..errors import ExportError
 
 _MANIFEST, _PROGRAM = "manifest.json", "program.bin"

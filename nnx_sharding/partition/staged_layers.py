@@ -29,9 +29,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..activations.trace_keys import pass_tags
 from ..core.flatten import Flat, flatten
+from ..core.in_c import perform
 from ..core.rebuild import update_operations
 from ..core.structure import VariableEntry
-from ..core.unflatten import perform, unflatten
+from ..core.unflatten import unflatten
 from ..specs.fitting import axes_of, keep_axes, spec_axes
 from ..specs.paths import Path
 from ..specs.types import AnyMesh

@@ -33,6 +33,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
+from .._publishing import write_file
 from ..analysis.by_line import NO_LINE, LineRow
 from ..analysis.by_module import ModuleRow, path_text
 from ..analysis.collectives import Collective, axes_text
@@ -41,7 +42,6 @@ from ..analysis.names import folded, operations
 from ..analysis.parameters import ParameterRow
 from ..analysis.program import ProgramReport
 from ..analysis.units import printable
-from ..core.publishing import write_file
 from ..report.changes import TITLES, Change, Changes, Part, Value, array_text
 from ..transforms.stages import Compiled
 

@@ -20,9 +20,10 @@ from flax import nnx
 from .. import _compat
 from ..core.flatten import Flat, flatten
 from ..core.guard.known import flatten_known
+from ..core.in_c import perform
 from ..core.rebuild import NodeChange, node_changes, rebuild, update_operations
 from ..core.structure import Container, NodeEntry, Structure, VariableEntry, locations_in, parts_of
-from ..core.unflatten import perform, pytree_of, unflatten, value_at
+from ..core.unflatten import pytree_of, unflatten, value_at
 from ..errors import by_kind, raise_if_any
 from ..specs.filters import subject_text, to_predicate
 from ..specs.paths import Path, path_string

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from checkpoint import Data, Model, assert_same, mesh_of
 from flax import nnx
 
+from nnx_sharding import _publishing as publishing
 from nnx_sharding.checkpoint import (
     Checkpoints,
     files,
@@ -30,7 +31,6 @@ from nnx_sharding.checkpoint import (
     tensor_files,
     tensor_release,
 )
-from nnx_sharding.core import publishing
 from nnx_sharding.errors import CheckpointError
 
 reading = sys.modules["nnx_sharding.checkpoint.restore"]  # the name is that of the function

@@ -25,10 +25,10 @@ from ... import _compat
 from ...specs.types import Arrays
 from ..bounded import make_room
 from ..flatten import Flat
+from ..in_c import items_getter
 from ..plan import Plan
 from ..signature import SortedCall
 from ..transform import Dependencies, Transform
-from ..unflatten import items_getter
 from .guard import Guard, check, match
 from .native import FastestWalk
 from .recipe import pack_int32

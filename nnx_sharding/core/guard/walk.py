@@ -25,9 +25,9 @@ import numpy as np
 from flax import nnx
 
 from ... import _compat
+from ..in_c import items_getter
 from ..static_equality import open_static, value_key
 from ..treedefs import PyTreeDef, aux_of
-from ..unflatten import items_getter
 from .recipe import Opcode, Recipe, unpack_int32
 
 # An item's contents, and what must equal ``Recipe.expected``: names, keys, a length, or a treedef.

@@ -16,8 +16,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..._publishing import write_file
 from ...analysis.program import ProgramReport
-from ...core.publishing import write_file
 from ..changes import Changes
 from ..comparison import Comparison, load
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from .interrupts import signals_deferred
+from .core.interrupts import signals_deferred
 
 if sys.platform != "win32":
     import fcntl
