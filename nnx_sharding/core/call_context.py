@@ -21,8 +21,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -31,30 +31,9 @@ from ..errors import ShardingWarning, warn_or_raise
 from ..specs.types import AnyMesh, Arrays, Objects
 from .interrupts import defer_signals, unmark_direct
 
-if TYPE_CHECKING:  # plan.py imports modules that import this one
+if TYPE_CHECKING:  # these import modules that import this one
+    from ..diagnostics.retraces import Observer
     from .plan import Plan
-
-
-class Observer(Protocol):
-    """Is notified of the traces and compilations of a function."""
-
-    def traced(
-        self, plan: Plan, fun: Callable[..., Any], leaves: Arrays, *, nested: bool
-    ) -> Callable[[], None]:
-        """Is called when the function of a plan is being traced; may raise an error to refuse.
-
-        Args:
-          plan: the plan.
-          fun: the user's function.
-          leaves: the arrays for which it is traced, by slot.
-          nested: whether the trace is part of another trace.
-
-        Returns:
-          A function that takes the notice back. The caller calls it if tracing fails.
-        """
-
-    def compiled(self, plan: Plan, leaves: Arrays) -> None:
-        """Is called when JAX compiled the program of a plan in a call with these arrays."""
 
 
 class Caller(NamedTuple):
@@ -66,7 +45,7 @@ class Caller(NamedTuple):
 
     fun: Any  # the user's function; None when a program is compiled that was traced before
     objects: Objects  # the objects of the arguments, by index
-    observer: Observer | None = None  # is notified of traces
+    observer: Observer | None = None  # is notified of traces and compilations
     nested: bool = False  # whether the call is part of a trace
     plan: Plan | None = None  # the plan, if JAX may compile for it; None within a trace
     leaves: Arrays = ()  # the arrays of a call at top level

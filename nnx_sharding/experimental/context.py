@@ -25,7 +25,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _compat
-from ..activations.calls import Tag
 from ..errors import UnshardedWarning, message, warn_or_raise
 from ..partition.optimizer import with_optimizer
 from ..partition.strategies import (
@@ -36,7 +35,7 @@ from ..partition.strategies import (
     remarks_on,
 )
 from ..partition.variables import NamedVariable, modules_of, variables
-from ..specs.activation_sharding import InOutSharding
+from ..specs.activation_sharding import CallSchedule, InOutSharding
 from ..specs.fitting import axes_of, pad_entries, suggestion
 from ..specs.paths import Path
 from ..specs.state_sharding import StateSharding
@@ -148,7 +147,8 @@ def context_parallel(
     options: dict[str, Any] = {"axis": axis, "balanced": balanced}
     if method != "ring":
         options |= {"attention": attention, "head_axis": _head_axes(parameters, specs)}
-    schedule = OverSequence(method, tuple(options.items()))  # a tuple, to be hashable
+    # The options are a tuple, so that the schedule is hashable.
+    schedule = OverSequence(axes_of(axis)[0], method, tuple(options.items()))
     sharded = InOutSharding(spec, input=spec, schedule=schedule)
     # Filters of modules: those for which the function `_attends` is true, and embeddings.
     entries = {_attends: sharded, nnx.Embed: spec}
@@ -235,42 +235,16 @@ def _attention_of(module: object) -> tuple[Any, dict[str, Any]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class OverSequence:
+class OverSequence(CallSchedule):
     """Calls a module with a function of this package instead of its attention function.
 
-    Tracing asks the schedule of a module, such as this one or that of a pipeline, for each call of
-    the module: :meth:`wrap` returns the function that is called.
+    ``axis`` is that of the sequence; of two axes, it is the one within which heads are exchanged.
+    The module is called itself, and nothing is reported, because attention is in no other
+    attention, a model need not call all of its modules, and their other methods call ``__call__``.
     """
 
     method: str  # a key of ``METHODS``
     options: tuple[tuple[str, Any], ...]  # the keywords for this method: (name, value) pairs
-
-    @property
-    def axis(self) -> str:
-        """The axis of the sequence; of two axes, the one within which heads are exchanged."""
-        axis = dict(self.options)["axis"]
-        return axis if isinstance(axis, str) else axis[0]
-
-    @property
-    def is_running(self) -> bool:
-        """False: attention is in no other attention."""
-        return False
-
-    def redirect(
-        self, tag: Tag, module: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tag, nnx.Module, Any]:
-        """Returns what is called: the module itself."""
-        return tag, module, (args, kwargs)
-
-    def module_path(self, path: Path) -> Path:
-        """Returns the path of the attention module itself."""
-        return path
-
-    def report_unscheduled(self, module: str) -> None:
-        """Does nothing: a model need not call all of its modules."""
-
-    def report_other_method(self, tag: Tag, method: str, args: tuple[Any, ...], out: Any) -> None:
-        """Does nothing: attention is computed in ``__call__``, which other methods call."""
 
     def wrap(
         self,

@@ -31,6 +31,7 @@ from ..core.constrain import mesh_in_trace
 from ..core.flatten import Flat
 from ..core.known_faults import without_gradient
 from ..errors import UnshardedWarning, message, raise_if_any, warn_or_raise
+from ..specs.activation_sharding import CallSchedule
 from ..specs.fitting import axes_of_type
 from ..specs.paths import Path, accessor
 from ..specs.types import AnyMesh
@@ -59,8 +60,8 @@ class _LayersCall(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule(PipelineSizes):
-    """Runs the layers of a ``Stack`` or of a list in stages; a ``CallSchedule`` of tracing.
+class Schedule(PipelineSizes, CallSchedule):
+    """Runs the layers of a ``Stack`` or of a list in stages.
 
     Tracing asks the schedule of a module for each call of the module: `redirect` returns the module
     to call instead, and `wrap` the function that calls it.

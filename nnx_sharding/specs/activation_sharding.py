@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
@@ -33,21 +33,24 @@ def is_activation_spec(x: object) -> bool:
     return x is None or isinstance(x, PartitionSpec | NamedSharding | StateSharding)
 
 
-class CallSchedule(Protocol):
+@dataclasses.dataclass(frozen=True)
+class CallSchedule:
     """How a strategy runs calls of a module in another way, such as in the stages of a pipeline.
 
     For each call of a method of a module for which the schedule was declared, tracing calls the
-    methods in the order in which they are defined here. A schedule is hashable, and equal to any
-    schedule that does the same, because it is part of keys of traces.
+    methods in the order in which they are defined here. Only ``wrap`` has no default. A schedule is
+    hashable, and equal to any schedule that does the same, because it is part of keys of traces.
+
+    Attributes:
+      axis: the mesh axis that distributes the calls; in the module, no data is sharded over it.
     """
 
-    @property
-    def axis(self) -> str:
-        """The mesh axis that distributes the calls; in the module, no data is sharded over it."""
+    axis: str
 
     @property
     def is_running(self) -> bool:
         """Whether the schedule is running a call, so that calls within it are left unchanged."""
+        return False
 
     def redirect(
         self, tag: Tag, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -55,8 +58,9 @@ class CallSchedule(Protocol):
         """Returns the tag, the module and the arguments of the call that runs instead.
 
         The third item has both kinds of arguments. If the module is None, nothing runs yet, and the
-        third item is what the call returns.
+        third item is what the call returns. By default, the module itself runs.
         """
+        return tag, module, (args, kwargs)
 
     def wrap(
         self,
@@ -78,9 +82,11 @@ class CallSchedule(Protocol):
             are declared to shard its first dimension.
           prefetch: whether the parameters of layers are gathered one layer ahead.
         """
+        raise NotImplementedError
 
     def module_path(self, path: Path) -> Path:
         """Returns the path of the module that runs as a whole, given that of one of its layers."""
+        return path
 
     def report_unscheduled(self, module: str) -> None:
         """Reports that a module did not run by the schedule although its layers ran, if harmful."""
