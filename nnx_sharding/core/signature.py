@@ -39,6 +39,9 @@ class Roles(NamedTuple):
         return cls(*map(_as_tuple, options))
 
 
+NO_ROLES = Roles()  # no static and no donated arguments
+
+
 def _as_tuple(option: Any) -> tuple[Any, ...] | None:
     """Returns the positions or names of an option; the user may give one or a sequence."""
     if option is None:

@@ -38,7 +38,7 @@ from ..core.problems import array_line
 from ..core.rebuild import rebuild
 from ..core.resolve import resolve
 from ..core.retyping import AxisTypeChange, RetypedArrays, call_retyped
-from ..core.signature import ArgTree, Parameters, Roles
+from ..core.signature import NO_ROLES, ArgTree, Parameters
 from ..core.tree_shardings import fit_shardings
 from ..core.unflatten import restore
 from ..errors import NoMeshError, raise_if_any
@@ -147,7 +147,7 @@ def _decorate(
     is_module = _compat.is_graph_object(fun)
     # A callable module and the object of a method are arguments: their Variables are retyped.
     function, bound = (type(fun).__call__, (fun,)) if is_module else unbind(fun)
-    parameters = Parameters(function, Roles(), len(bound))  # no static or donated arguments
+    parameters = Parameters(function, NO_ROLES, len(bound))
     axis_names = None if axes is None else axes_of(axes)
     mode = _AxisMode(kind, name, option, function, parameters, axis_names)
     # The specs are checked here, so that misspelt ones fail when the function is decorated.

@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from .. import _compat
 from ..core.constrain import given_mesh, in_context
 from ..core.prefixes import Specs, check_specs
-from ..core.signature import Roles
 from ..diagnostics.progress import progress
 from ..specs.fitting import axes_of_type
 from ..specs.types import AnyMesh
@@ -129,7 +128,7 @@ def _make(
             # This is a `jit` whose program returns the model in these shardings. It is put together
             # from its parts, so that errors name the function and the option that the user knows.
             transform = Jit(name=name, in_name="sharding", out_specs=specs, mesh=mesh)
-            make = lift(Lifted, build, transform, Roles(), graph=None, graph_updates=None)
+            make = lift(Lifted, build, transform, graph=None, graph_updates=None)
             return make.eval_shape(*arrays) if is_abstract else make(*arrays)
     except ValueError as error:
         # JAX raises this error for a parameter that Flax shards when it is created.

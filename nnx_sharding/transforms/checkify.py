@@ -15,7 +15,6 @@ from typing import Any
 from jax.experimental import checkify as jax_checkify
 
 from .. import _compat
-from ..core.signature import Roles
 from .in_trace import Inner, InnerTransform, call_on_slots
 from .lifted import P, R, lift
 
@@ -53,7 +52,7 @@ def checkify(
 
     The semantics are those of ``jax.experimental.checkify.checkify`` and ``flax.nnx.checkify``.
     """
-    return lift(_Checked, f, _Checkify(errors=frozenset(errors)), Roles(), graph, graph_updates)
+    return lift(_Checked, f, _Checkify(errors=frozenset(errors)), graph, graph_updates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,6 @@ from .in_trace import (
     tree_text,
     with_static,
 )
-from .lifted import Modes
 
 
 @_compat.api_boundary
@@ -90,7 +89,7 @@ def cond(
     """
     pred = scalar_value("cond", "pred", pred, "biuf", "a scalar, a bool or a number")
     branches = {"true_fun": true_fun, "false_fun": false_fun}
-    return _call_branches("cond", pred, branches, operands, Modes(graph, graph_updates))
+    return _call_branches("cond", pred, branches, operands, graph, graph_updates)
 
 
 @_compat.api_boundary
@@ -139,7 +138,7 @@ def switch(
         raise ValueError("switch: branches is empty; it needs at least one function.")
     index = scalar_value("switch", "index", index, "iu", "an integer scalar")
     by_label = {f"branches[{number}]": branch for number, branch in enumerate(branches)}
-    return _call_branches("switch", index, by_label, operands, Modes(graph, graph_updates))
+    return _call_branches("switch", index, by_label, operands, graph, graph_updates)
 
 
 def _call_branches(
@@ -147,7 +146,8 @@ def _call_branches(
     selector: object,
     branches: Mapping[str, Callable[..., object]],
     operands: tuple[object, ...],
-    modes: Modes,
+    graph: bool | None,
+    graph_updates: bool | None,
 ) -> Any:
     """Calls ``cond`` or ``switch``, and returns what the chosen branch returns.
 
@@ -158,7 +158,8 @@ def _call_branches(
       name: ``cond`` or ``switch``.
       selector: the condition, or the number of the branch.
       branches: the user's functions, by their labels in messages, such as ``branches[0]``.
-      modes: how the user wants graphs to be treated.
+      graph: the user's option, as for `cond`.
+      graph_updates: the user's option, as for `cond`.
     """
     # In messages, the first two of `args` below are called "selector" and "branches". The operands
     # have the names of the first branch's parameters.
@@ -169,7 +170,7 @@ def _call_branches(
     # setting of the transform, because another choice is another program.
     args = jnp.asarray(selector), functions.objects, *operands
     transform = _Switch(name=name, labels=(*branches,), bound=functions.bound)
-    return call_functions(functions, transform, modes, *args)
+    return call_functions(functions, transform, graph, graph_updates, *args)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,9 @@ from flax import nnx
 from .. import _compat
 from ..core.fingerprint import fingerprint_of
 from ..core.functions import name_of
-from ..core.signature import Roles
 from .custom_rules import Custom, Rules
 from .in_trace import Inner
-from .lifted import Modes, P, R, lift, unbind
+from .lifted import P, R, lift, unbind
 
 
 @_compat.api_boundary
@@ -91,7 +90,7 @@ def custom_vjp(
 
     The semantics are those of ``jax.custom_vjp`` and ``flax.nnx.custom_vjp``.
     """
-    return _make(CustomVjp, "custom_vjp", fun, nondiff_argnums, Modes(graph, graph_updates))
+    return _make(CustomVjp, "custom_vjp", fun, nondiff_argnums, graph, graph_updates)
 
 
 @_compat.api_boundary
@@ -136,7 +135,7 @@ def custom_jvp(
 
     The semantics are those of ``jax.custom_jvp``.
     """
-    return _make(CustomJvp, "custom_jvp", fun, nondiff_argnums, Modes(graph, graph_updates))
+    return _make(CustomJvp, "custom_jvp", fun, nondiff_argnums, graph, graph_updates)
 
 
 @_compat.api_boundary  # a decorator calls this, too, without `custom_vjp` around it
@@ -145,7 +144,8 @@ def _make(
     name: str,
     fun: Callable[..., object] | None,
     nondiff_argnums: Sequence[Any],
-    modes: Modes,
+    graph: bool | None,
+    graph_updates: bool | None,
 ) -> Any:
     """Makes the wrapper that ``custom_vjp`` or ``custom_jvp`` returns, or a decorator.
 
@@ -153,15 +153,16 @@ def _make(
       fun: the user's function; None for a decorator.
       nondiff_argnums: the user's option: the positions of arguments that are not differentiated,
         and an ``nnx.DiffState`` for each argument in which a filter chooses Variables.
-      modes: how the user wants graphs to be treated.
+      graph: the user's option; None for Flax's global flag.
+      graph_updates: the user's option; None for Flax's global flag.
 
     Raises:
       TypeError: the positions are not different ints from 0.
       ValueError: a filter is given where none is possible, or ``fun`` is a bound method.
     """
     if fun is None:  # the user writes, for example, `@custom_vjp(graph_updates=False)`
-        return lambda fun: _make(cls, name, fun, nondiff_argnums, modes)
-    graph, updates = _compat.graph_mode(*modes)
+        return lambda fun: _make(cls, name, fun, nondiff_argnums, graph, graph_updates)
+    graph, updates = _compat.graph_mode(graph, graph_updates)
     filters = [x for x in nondiff_argnums if isinstance(x, nnx.DiffState)]
     nondiff = [x for x in nondiff_argnums if not isinstance(x, nnx.DiffState)]
     positions = [*nondiff, *(x.argnum for x in filters)]
@@ -193,7 +194,7 @@ def _make(
         filters=tuple((x.argnum, x.filter) for x in filters),
         has_states=has_states,
     )
-    return lift(cls, fun, transform, Roles(), graph, updates)  # no static or donated arguments
+    return lift(cls, fun, transform, graph, updates)
 
 
 class _CustomFunction(Inner[P, R]):

@@ -62,7 +62,7 @@ def eval_shape(
     # its results. It has its own modes, so `graph` and `graph_updates` do not apply, as in a call.
     if not isinstance(f, Lifted):
         transform = Jit(keeps_captures=False)
-        lifted = lift(Lifted, f, transform, Roles(), graph, graph_updates)
+        lifted = lift(Lifted, f, transform, graph, graph_updates)
     # The arrays of the result are abstract already. In the context of a mesh, `as_abstract` gives
     # the arrays of Variables the shardings that their metadata name.
     return nnx.as_abstract(lifted.eval_shape(*args, **kwargs), graph=True)
@@ -107,7 +107,7 @@ def make_jaxpr(
         # `keep_unused` gives the jaxpr an input for each array of the arguments, as in JAX.
         transform = Jit(keep_unused=True, keeps_captures=False)
         roles = Roles.of(static_argnums)
-        lifted = lift(Lifted, f, transform, roles, graph, graph_updates)
+        lifted = lift(Lifted, f, transform, graph, graph_updates, roles=roles)
 
         # This function has the name and the signature of `f`. The method `_jaxpr` does not.
         @functools.wraps(f)

@@ -7,7 +7,7 @@ like others, because the functions may change them: ``model.loss`` becomes ``Mod
 object ``model``.
 
 The transform (`InnerTransform`) says how JAX calls that pure function; `Inner` calls it as a part
-of a trace. `Roles` are static and donated arguments. These transforms have none.
+of a trace.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from flax import nnx
 
 from .. import _compat
 from ..core.functions import FunctionGroup
-from ..core.signature import Roles
 from ..errors import raise_if_any
 from ..specs.fitting import show
 from .in_trace import Function, Inner, InnerTransform, type_text
-from .lifted import Modes, unbind
+from .lifted import unbind
 
 
 class Functions(FunctionGroup):
@@ -137,7 +136,8 @@ def _signature(
 def call_functions(
     functions: Functions,
     transform: InnerTransform,
-    modes: Modes,
+    graph: bool | None,
+    graph_updates: bool | None,
     *args: object,
 ) -> Any:
     """Calls a transform of several functions, which are one function to it.
@@ -145,16 +145,16 @@ def call_functions(
     Args:
       functions: the functions. The transform decides which of them run, and when.
       transform: the transform, such as that of ``cond``, which knows the order of the arguments.
-      modes: how the user wants graphs to be treated.
+      graph: the user's option; None for Flax's global flag.
+      graph_updates: the user's option; None for Flax's global flag.
       *args: the arguments of the transform. Among them are ``functions.objects``, the list of all
         objects to which the functions are bound, and the operands.
 
     Returns:
       The result of the transform.
     """
-    no_roles = Roles()
-    graph, updates = _compat.graph_mode(*modes)
-    lifted: Any = Inner(functions, transform, no_roles, graph=graph, updates=updates)
+    graph, updates = _compat.graph_mode(graph, graph_updates)
+    lifted: Any = Inner(functions, transform, graph=graph, updates=updates)
     return lifted(*args)
 
 

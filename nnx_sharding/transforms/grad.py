@@ -26,7 +26,7 @@ from ..core.flatten import Flat
 from ..core.functions import name_of
 from ..core.locations import NamedLocation, locate
 from ..core.plan import Plan
-from ..core.signature import ArgTree, Roles, SortedCall
+from ..core.signature import ArgTree, SortedCall
 from ..core.structure import Location, Structure
 from ..core.unflatten import pytree_of, unflatten, value_at
 from ..errors import raise_if_any, see
@@ -35,7 +35,7 @@ from ..specs.fitting import suggestion
 from ..specs.paths import Path
 from .differentiation import Differentiable, Differentiation
 from .in_trace import Function, is_array, type_text
-from .lifted import Modes, P, R, lift
+from .lifted import P, R, lift
 from .tangents import tangent_type, without_tangent
 
 
@@ -100,8 +100,9 @@ def value_and_grad(
     The semantics are those of ``jax.value_and_grad`` and ``flax.nnx.value_and_grad``.
     """
     options = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
-    modes = Modes(graph, graph_updates)
-    return _make("value_and_grad", f, argnums, wrt, modes, returns_value=True, **options)
+    return _make(
+        "value_and_grad", f, argnums, wrt, graph, graph_updates, returns_value=True, **options
+    )
 
 
 @_compat.api_boundary
@@ -145,8 +146,7 @@ def grad(
       (2, 1)
     """
     options = {"has_aux": has_aux, "holomorphic": holomorphic, "allow_int": allow_int}
-    modes = Modes(graph, graph_updates)
-    return _make("grad", f, argnums, wrt, modes, returns_value=False, **options)
+    return _make("grad", f, argnums, wrt, graph, graph_updates, returns_value=False, **options)
 
 
 def _make(
@@ -154,7 +154,8 @@ def _make(
     fun: Callable[..., object] | None,
     argnums: Any,
     wrt: Any,
-    modes: Modes,
+    graph: bool | None,
+    graph_updates: bool | None,
     **options: Any,
 ) -> Any:
     """Makes ``grad`` or ``value_and_grad`` of a function, or a decorator if there is none.
@@ -165,7 +166,8 @@ def _make(
       fun: the user's function; None for a decorator.
       argnums: what is differentiated: a position, a name, an ``nnx.DiffState``, or several.
       wrt: the filter for the Variables that are differentiated; None for the default.
-      modes: how the user wants graphs to be treated.
+      graph: the user's option; None for Flax's global flag.
+      graph_updates: the user's option; None for Flax's global flag.
       **options: further fields of :class:`_Gradient`.
     """
     if wrt is not None:
@@ -197,7 +199,7 @@ def _make(
     )
 
     def decorate(function: Callable[..., object]) -> Any:
-        lifted = lift(ValueAndGrad, function, transform, Roles(), *modes)  # no static arguments
+        lifted = lift(ValueAndGrad, function, transform, graph, graph_updates)
         is_bound_method = bool(lifted._bound)  # `_bound` has the objects to which it is bound
         if is_bound_method and any(isinstance(key, int) for key in keys):
             raise ValueError(
@@ -367,7 +369,7 @@ class ValueAndGrad(Differentiable[P, R]):
 
         _find_plan    returns the plan of a call and its flattened arguments
         _sort         returns the arguments of a call by their roles, a `SortedCall`
-        _modes        ``updates`` says whether changes of structure are written back
+        _updates      whether changes of structure are written back
         _bound        the objects of a bound method, the first arguments of a call
         _implicit     how many leading parameters the user's positions do not count
         _parameters   ``positional`` are the names of the parameters that can be passed by position
@@ -494,7 +496,7 @@ class ValueAndGrad(Differentiable[P, R]):
         filters_given = self._chosen_filters(call, arguments)
         # The default is Flax's: parameters with graph updates; everything without graph updates,
         # which tree mode never has.
-        has_updates = self._modes["updates"]
+        has_updates = self._updates
         default_filter = nnx.Param if has_updates else ...
         filters = {name: default_filter if x is None else x for name, x in filters_given.items()}
         # The locations of what is differentiated, by the name of the argument.

@@ -326,7 +326,7 @@ def jit(
 
     def decorate(fun: Callable[..., object]) -> Any:
         options: dict[str, Any] = {"max_traces": max_traces, "jax_options": jax_options}
-        return lift(Lifted, fun, transform, roles, graph, graph_updates, **options)
+        return lift(Lifted, fun, transform, graph, graph_updates, roles=roles, **options)
 
     return decorate if fun is None else decorate(fun)
 

@@ -19,7 +19,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, ParamSpec, Self, TypeVar
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import jax
 
@@ -39,7 +39,7 @@ from ..core.guard.store import Guards, recorder_of
 from ..core.interrupts import unmark_direct
 from ..core.outcome import Outcome
 from ..core.plan import NOT_ASKED, Plan, make_plan
-from ..core.signature import Parameters, Roles, SortedCall
+from ..core.signature import NO_ROLES, Parameters, Roles, SortedCall
 from ..core.transform import Program, Transform
 from ..core.unflatten import unflatten
 from ..diagnostics.retraces import Observer, TraceLimit, TraceLog
@@ -50,22 +50,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Modes(NamedTuple):
-    """The options ``graph`` and ``graph_updates`` of a transform; None for Flax's own flag."""
-
-    graph: bool | None
-    graph_updates: bool | None
-
-
 class LiftedFunction(Generic[P, R]):
     """A function, a transform, and the plans of its calls. A method binds to its object.
 
     Its private attributes:
 
         _fun, _transform   the user's function, and the transform that is applied to it
-        _modes             how graphs are treated: the bools ``graph`` and ``updates``, which are
-                           keyword arguments of `make_plan`. None of them is None any more, because
-                           `lift` has read Flax's flags
+        _graph, _updates   whether shared references are kept, and changes of structure written
+                           back. Neither is None any more, because `lift` has read Flax's flags
         _implicit          how many leading parameters the user's positions do not count: 1 for the
                            ``self`` of ``jit(model.loss)``, 0 for a plain function
         _options           the arguments of ``__init__``, to wrap the function again (`__reduce__`)
@@ -91,10 +83,10 @@ class LiftedFunction(Generic[P, R]):
         self,
         fun: Callable[P, R],
         transform: Transform,
-        roles: Roles,
         *,
         graph: bool,
         updates: bool,
+        roles: Roles = NO_ROLES,
         implicit: int = 0,
     ):
         """Wraps a function.
@@ -102,9 +94,9 @@ class LiftedFunction(Generic[P, R]):
         Args:
           fun: the user's function.
           transform: the transform that is applied to the function.
-          roles: which arguments are static or donated.
           graph: whether shared references are kept.
           updates: whether changes of structure are written back.
+          roles: which arguments are static or donated.
           implicit: how many leading parameters the user's positions do not count, such as ``self``:
             in ``jit(model.loss, static_argnums=0)``, the first argument has position 0.
         """
@@ -113,10 +105,15 @@ class LiftedFunction(Generic[P, R]):
         functools.update_wrapper(self, fun, updated=attributes)  # type: ignore[arg-type]
         self._fun = fun
         self._transform = transform
-        self._modes = {"graph": graph, "updates": updates}
+        self._graph, self._updates = graph, updates
         self._implicit = implicit
         # A subclass adds its own arguments, and `unjitted` reads the roles from here.
-        self._options: dict[str, Any] = {"roles": roles, "implicit": implicit, **self._modes}
+        self._options: dict[str, Any] = {
+            "graph": graph,
+            "updates": updates,
+            "roles": roles,
+            "implicit": implicit,
+        }
         self._origin: Self | None = None
         self._bound: tuple[Any, ...] = ()
         # Negative positions may count from the end of each call, as in `jax.checkpoint`.
@@ -166,7 +163,7 @@ class LiftedFunction(Generic[P, R]):
         call = self._sort(args, kwargs)
         flat = flatten(
             call.tree,  # all arguments except static ones: ``(positional, keywords)``
-            graph=self._modes["graph"],
+            graph=self._graph,
             statics=call.statics,
             keeps_alive=False,  # plans keep the structure, longer than the user keeps the objects
             recorder=recorder_of(call, args, kwargs) if record else None,
@@ -250,8 +247,16 @@ class LiftedFunction(Generic[P, R]):
         transform = self._transform
 
         def make() -> Plan:
-            parameters, traced = self._parameters, self._cache.traced
-            return make_plan(self._fun, transform, parameters, call, flat, traced, **self._modes)
+            return make_plan(
+                self._fun,
+                transform,
+                self._parameters,
+                call,
+                flat,
+                self._cache.traced,
+                graph=self._graph,
+                updates=self._updates,
+            )
 
         # The key has all that a plan depends on: structure, roles, and what the transform reads.
         return self._plans.get_or_make(plan_key(transform, call, flat), make)
@@ -574,10 +579,10 @@ def lift(
     cls: type[LiftedFunction[..., Any]],
     fun: Callable[..., Any],
     transform: Transform,
-    roles: Roles,
     graph: bool | None,
     graph_updates: bool | None,
     *,
+    roles: Roles = NO_ROLES,
     jax_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -592,17 +597,16 @@ def lift(
       cls: the class of the wrapper.
       fun: the user's function.
       transform: the transform that is applied to the function.
-      roles: which arguments are static or donated.
       graph: the user's option; None for Flax's global flag.
       graph_updates: the user's option; None for Flax's global flag.
+      roles: which arguments are static or donated.
       jax_options: options for ``jax.jit``, about which JAX may raise or warn when it decorates.
       **options: further keyword arguments of ``cls``, such as ``max_traces``.
     """
-    no_roles = Roles()
     for option in ("static_argnames", "donate_argnames"):
         names = getattr(roles, option)
         if names:  # raises if the function has no parameter of such a name
-            Parameters(fun, no_roles).check_names(f"{transform.name}: {option}", names)
+            Parameters(fun, NO_ROLES).check_names(f"{transform.name}: {option}", names)
     # The call is only for its errors and warnings: JAX knows best which functions it can transform.
     jax.jit(fun, **roles._asdict(), **(jax_options or {}))
     unbound, bound = unbind(fun)  # for a method: the function in its class, and the object
@@ -611,9 +615,9 @@ def lift(
     lifted: Any = cls(
         unbound,
         transform,
-        roles,
         graph=graph,
         updates=updates,
+        roles=roles,
         implicit=len(bound),  # the user counts positions of the bound method
         **options,
     )

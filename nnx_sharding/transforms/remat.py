@@ -319,7 +319,7 @@ def remat(
     roles = Roles.of(static_argnums, static_argnames)
 
     def decorate(f: Callable[..., object]) -> Any:
-        return lift(Inner, f, transform, roles, graph, graph_updates)
+        return lift(Inner, f, transform, graph, graph_updates, roles=roles)
 
     return decorate if f is None else decorate(f)
 

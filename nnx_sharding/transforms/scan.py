@@ -37,7 +37,6 @@ from ..core.call_context import Caller, current_caller
 from ..core.functions import name_of
 from ..core.outcome import Outcome, OutputGroup, Source
 from ..core.plan import Plan
-from ..core.signature import Roles
 from ..core.static_equality import Static
 from ..core.structure import RefEntry, VariableEntry, links_below
 from ..core.unflatten import Unflattened
@@ -155,7 +154,7 @@ def scan(
             options=jax_options(**options, _split_transpose=_split_transpose),
             metadata=metadata,
         )
-        return lift(Inner, f, transform, Roles(), graph, graph_updates)
+        return lift(Inner, f, transform, graph, graph_updates)
 
     return decorate if f is None else decorate(f)
 

@@ -34,7 +34,7 @@ from ..core.known_faults import refuse_gradients_of_varying
 from ..core.plan import Plan
 from ..core.prefixes import Specs, check_specs
 from ..core.problems import array_line, check_mesh, check_options
-from ..core.signature import Parameters, Roles, Signature, SortedCall
+from ..core.signature import Parameters, Signature, SortedCall
 from ..core.static_arguments import with_static_values
 from ..core.transform import Dependencies, Program, Sharded
 from ..core.unflatten import Unflattened
@@ -52,7 +52,7 @@ from ..specs.fitting import (
 from ..specs.types import AxisName
 from .by_content import compiled_by_content
 from .jit import SharedOptions
-from .lifted import Lifted, Modes, P, R, lift
+from .lifted import Lifted, P, R, lift
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -589,10 +589,7 @@ def shard_map(
             raise TypeError(
                 f"shard_map: expected a callable, got {show(f)} of type {type(f).__name__}."
             )
-        # No argument is static or donated by an option, unlike in `jit`.
-        no_roles = Roles()
-        modes = Modes(graph, graph_updates)
-        return lift(_Mapped, f, transform, no_roles, *modes, max_traces=max_traces)
+        return lift(_Mapped, f, transform, graph, graph_updates, max_traces=max_traces)
 
     return decorate if f is None else decorate(f)
 

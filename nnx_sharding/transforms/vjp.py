@@ -18,7 +18,6 @@ import jax
 
 from .. import _compat
 from ..core.flatten import flatten
-from ..core.signature import Roles
 from ..core.structure import Container
 from .differentiation import Differentiable, Differentiation
 from .in_trace import Function
@@ -252,7 +251,7 @@ class _AtPoint(Differentiable[..., Any]):
         """Returns the form for tangents of the primals, without objects of a bound method."""
         # The arguments are flattened once more, because this form has to keep static objects alive:
         # the pullback may be called when the caller has dropped them.
-        flat = flatten(((*self._bound, *primals), {}), graph=self._modes["graph"])
+        flat = flatten(((*self._bound, *primals), {}), graph=self._graph)
         # The root of the structure has a child for each module, Variable or array of the arguments,
         # in order. The bound objects come first, so the children after them are the primals'.
         root: Any = flat.structure.root
@@ -271,5 +270,5 @@ def _differentiable(
 ) -> _AtPoint:
     """Wraps the user's function for the transform ``name``, with its options."""
     transform = Differentiation(name=name, has_aux=has_aux, is_reverse=name == "vjp")
-    differentiable: _AtPoint = lift(_AtPoint, fun, transform, Roles(), graph, graph_updates)
+    differentiable: _AtPoint = lift(_AtPoint, fun, transform, graph, graph_updates)
     return differentiable

@@ -21,7 +21,6 @@ from ..core.constrain import retype, shape_of, type_as_in_jit, type_mesh, type_s
 from ..core.memory import is_keys
 from ..core.plan import Plan
 from ..core.problems import array_line
-from ..core.signature import Roles
 from ..errors import message, raise_if_any
 from ..specs.fitting import axes_of, axes_of_type, pad_entries, spec_axes, with_entries
 from ..specs.types import CARRY, Axis
@@ -102,7 +101,7 @@ def vmap(
     )
 
     def decorate(f: Callable[..., object]) -> Any:
-        return lift(Inner, f, transform, Roles(), graph, graph_updates)
+        return lift(Inner, f, transform, graph, graph_updates)
 
     return decorate if f is None else decorate(f)
 

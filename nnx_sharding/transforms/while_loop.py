@@ -38,7 +38,6 @@ from ..specs.types import BROADCAST, CARRY
 from .carry_checks import check_carry
 from .functions import Functions, call_functions, scalar_value
 from .in_trace import Function, StaticLeaves, compile_at_top_level, is_array, tree_text
-from .lifted import Modes
 from .mapped_axes import jax_options
 from .scan import Loop, Scan
 
@@ -102,7 +101,7 @@ def while_loop(
         bound=functions.bound,
     )
     args = functions.objects, init_val
-    return call_functions(functions, transform, Modes(graph, graph_updates), *args)
+    return call_functions(functions, transform, graph, graph_updates, *args)
 
 
 @_compat.api_boundary
@@ -173,7 +172,7 @@ def fori_loop(
     args = functions.objects, lower, init_val, upper
     # The counter is an argument of its own, and not in the user's carry, so that messages name the
     # carry as the user wrote it.
-    _last_i, last_carry = call_functions(functions, transform, Modes(graph, graph_updates), *args)
+    _last_i, last_carry = call_functions(functions, transform, graph, graph_updates, *args)
     return last_carry
 
 
