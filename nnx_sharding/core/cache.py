@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -106,6 +106,8 @@ class FunctionCache:
       traced: the pure functions that JAX has traced, by what the traces depend on. References are
         weak, because JAX keeps the functions alive as long as it keeps the traces.
       log: the log of the function's traces, for diagnostics.
+      references: weak references to the parts of the function, which drop the cache when a part is
+        collected.
 
     The private attribute ``_plans`` has the plans for each set of options.
     """
@@ -116,6 +118,7 @@ class FunctionCache:
             weakref.WeakValueDictionary()
         )
         self.log = log
+        self.references: list[weakref.ref[Any]] = []
         self._plans: dict[Hashable, Plans] = {}
 
     def plans(self, options: Hashable, guards: Guards) -> Plans:
@@ -135,16 +138,8 @@ class FunctionCache:
         return plans
 
 
-class _Entry(NamedTuple):
-    """The cache of a function."""
-
-    cache: FunctionCache
-    # Weak references to the parts of the function. They drop the cache when a part is collected.
-    references: list[Any]
-
-
 # The key has the ids of the parts of a function: of itself, or of a bound method's two parts.
-_CACHES: dict[tuple[int, ...], _Entry] = {}
+_CACHES: dict[tuple[int, ...], FunctionCache] = {}
 
 
 def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCache:
@@ -165,15 +160,15 @@ def cache_of(fun: Callable[..., Any], make_log: Callable[[], Any]) -> FunctionCa
         else:
             parts.append(function)
     key = (*map(id, parts),)
-    entry = _CACHES.get(key)
-    if entry is not None:
-        return entry.cache
+    known_cache = _CACHES.get(key)
+    if known_cache is not None:
+        return known_cache
     cache = FunctionCache(make_log())
     try:
         # The lambda drops the cache when a part is collected, because another object may then get
         # the id of the part.
-        references = [weakref.ref(part, lambda _: _CACHES.pop(key, None)) for part in parts]
+        cache.references = [weakref.ref(part, lambda _: _CACHES.pop(key, None)) for part in parts]
     except TypeError:  # a part cannot have weak references
         return cache
     # Another thread may have added a cache first, and all threads have to use the same.
-    return _CACHES.setdefault(key, _Entry(cache, references)).cache
+    return _CACHES.setdefault(key, cache)

@@ -39,7 +39,7 @@ from .listing import Listing, NotListed
 from .stateless import is_constant
 from .static_equality import Static
 from .structure import Child, Container, StaticObject, Structure, children_of
-from .treedefs import node_types
+from .treedefs import containers_of
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -122,7 +122,7 @@ def values_in(structure: Structure) -> list[Any]:
             values[id(child.type)] = child.type
             pending += child.children
         elif isinstance(child, Container):
-            for cls in node_types(child.treedef):
+            for cls, _ in containers_of(child.treedef):
                 values[id(cls)] = cls
             # ``aux`` is the data that the classes of the pytree keep, such as names of fields.
             pending += (*child.children, *child.aux)

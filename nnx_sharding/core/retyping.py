@@ -199,14 +199,8 @@ class RetypedArrays(NamedTuple):
     @classmethod
     def of(cls, change: AxisTypeChange | None, leaves: Arrays) -> RetypedArrays:
         """Returns arrays that keep their sharding over the axes that remain Explicit."""
-        if change is None:
-            return cls.unchanged(leaves)
-        return cls(change, leaves, retype_all(leaves, change.inner))
-
-    @classmethod
-    def unchanged(cls, leaves: Arrays) -> RetypedArrays:
-        """Returns arrays that go into a call as they are."""
-        return cls(None, leaves, leaves)
+        inside = leaves if change is None else retype_all(leaves, change.inner)
+        return cls(change, leaves, inside)
 
     def context(self) -> AbstractContextManager[Any]:
         """Returns the context in which the function has to be called; it sets the inner mesh."""

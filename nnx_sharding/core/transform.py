@@ -215,7 +215,7 @@ class Transform:
         Returns:
           The arrays before and during the call, which can give its results their types outside.
         """
-        return RetypedArrays.unchanged(leaves)
+        return RetypedArrays.of(None, leaves)
 
     def tracing(
         self, plan: Plan, caller: Caller, unflattened: Unflattened, leaves: Arrays
@@ -364,7 +364,7 @@ class Sharded(Transform):
         # 2. With ``auto_axes``, the function sees some or all Explicit axes of the mesh as Auto.
         mesh = mesh_of_types(typed, self.context) if self.auto_axes else None
         if mesh is None:
-            return RetypedArrays.unchanged(typed)
+            return RetypedArrays.of(None, typed)
         options = {"name": self.name, "option": "auto_axes"}
         change = AxisTypeChange.of(mesh, self.auto_axes, AxisType.Auto, **options)
         return RetypedArrays.of(change, typed)

@@ -76,23 +76,21 @@ def is_leaf_treedef(treedef: PyTreeDef) -> bool:
 
 def has_builtin_containers(treedef: PyTreeDef) -> bool:
     """Whether JAX builds all containers of a pytree without any Python code."""
-    data = treedef.node_data()  # (class, keys or other data) of a container; None for a leaf
-    is_builtin = data is None or data[0] in (tuple, list, dict, type(None))
-    return is_builtin and all(map(has_builtin_containers, treedef.children()))
+    return all(cls in (tuple, list, dict, type(None)) for cls, _ in containers_of(treedef))
 
 
-def node_types(treedef: PyTreeDef) -> set[type]:
-    """Returns the classes of the containers of a pytree."""
-    types = set[type]()
+def containers_of(treedef: PyTreeDef) -> Iterator[tuple[type, Any]]:
+    """Yields the class and the auxiliary data of each container, a container before its children.
+
+    No recursion, because each item would pass through a generator for each level above it.
+    """
     stack = [treedef]
     while stack:
         node = stack.pop()
         data = node.node_data()
         if data is not None:  # None for a leaf
-            node_type, _ = data
-            types.add(node_type)
-            stack += node.children()
-    return types
+            yield data
+            stack += reversed(node.children())  # reversed: the first child is the next node
 
 
 def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
@@ -101,16 +99,9 @@ def aux_of(treedef: PyTreeDef) -> Iterator[Any]:
     Auxiliary data is what a class returns from its flatten function besides children. JAX compares
     it by ``==`` only, so 1 and True are equal. The keys of dicts and States are left out.
     """
-    stack = [treedef]
-    while stack:
-        node = stack.pop()
-        data = node.node_data()
-        if data is None:  # the node is a leaf
-            continue
-        node_type, aux = data
-        if _compat.has_aux(node_type, aux):
+    for cls, aux in containers_of(treedef):
+        if _compat.has_aux(cls, aux):
             yield aux
-        stack += reversed(node.children())  # reversed: the first child is the next node
 
 
 def with_aux(treedef: PyTreeDef, aux: Iterator[Any]) -> PyTreeDef:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -169,13 +169,6 @@ def _decorate(
     return call
 
 
-class _CallResult(NamedTuple):
-    """The arguments and the result after a call, with arrays on both meshes."""
-
-    flat: Flat  # arguments and result after the call, with arrays on the inner mesh
-    outer_leaves: Sequence[Any]  # by slot, the same arrays on the outer mesh
-
-
 @dataclasses.dataclass(frozen=True)
 class _AxisMode:
     """A function that runs with axes of another type.
@@ -258,10 +251,12 @@ class _AxisMode:
 
     def _call_auto(
         self, tree: ArgTree, flat: Flat, specs: Specs, change: AxisTypeChange
-    ) -> _CallResult:
+    ) -> tuple[Flat, Sequence[Any]]:
         """Calls the function with Auto axes, and types its results as ``out_sharding`` says.
 
-        Arrays in Variables of the arguments get the types that they had before the call.
+        Arrays in Variables of the arguments get the types that they had before the call. Returns
+        the arguments and the result after the call, with arrays on the inner mesh, and by slot the
+        same arrays on the outer mesh.
 
         Args:
           tree: the arguments of the call, ``(args, kwargs)``.
@@ -289,14 +284,14 @@ class _AxisMode:
         typed = arrays.with_declared_types(
             flat.structure, flat_after, declared, names, name=self.name, option=self.option
         )
-        return _CallResult(flat_after, typed.leaves)
+        return flat_after, typed.leaves
 
     def _call_explicit(
         self, tree: ArgTree, flat: Flat, specs: Specs, change: AxisTypeChange
-    ) -> _CallResult:
+    ) -> tuple[Flat, Sequence[Any]]:
         """Types the arguments as ``in_sharding`` says, and calls the function with Explicit axes.
 
-        ``specs`` are the user's ``in_sharding``; the other arguments are those of
+        ``specs`` are the user's ``in_sharding``; the other arguments and the result are those of
         :meth:`_call_auto`.
         """
         locations = locate(flat.structure, self._arguments(tree, flat, prefix=specs.tree))
@@ -315,7 +310,7 @@ class _AxisMode:
         # Untyped arrays need no spec, because a type has no sharding over Auto axes.
         for slot, array in untyped.items():
             outer_leaves[slot] = retype(array, change.outer)
-        return _CallResult(flat_after, outer_leaves)
+        return flat_after, outer_leaves
 
     def _check_all_declared(
         self, names: Sequence[str], leaves: Arrays, declared: Sequence[PartitionSpec | None]
