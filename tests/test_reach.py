@@ -17,8 +17,10 @@ import itertools
 import logging
 import operator
 import os
+import pathlib
 import random
 import sys
+import tempfile
 import threading
 import types
 import weakref
@@ -617,6 +619,20 @@ def environment():
     while True:
         os.environ["SCALE_OF_A_TEST"] = str(value)
         value = yield
+
+
+@way("number")
+def file_of_a_path():
+    handle, name = tempfile.mkstemp()
+    os.close(handle)
+    path = pathlib.Path(name)
+    try:
+        value = yield lambda layer, x: float(path.read_text()) * x
+        while True:
+            path.write_text(str(value))
+            value = yield
+    finally:
+        path.unlink()
 
 
 @way("number")

@@ -41,7 +41,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from .. import _compat
 from .functions import Names, closure, names_of
@@ -53,7 +52,7 @@ from .stateless import (
     is_stateless,
     is_stateless_class,
 )
-from .static_equality import value_key
+from .static_equality import ATOMIC_TYPES, LIBRARY_VALUES, value_key
 from .static_parts import has_hidden_state, is_builtin, open_object
 
 # Attributes of classes that no method computes with, or that nobody changes in place. They are left
@@ -73,8 +72,6 @@ _DESCRIPTORS = (
     types.WrapperDescriptorType,
     types.ClassMethodDescriptorType,
 )
-# Objects of JAX and NumPy that are compared by value, although they have attributes.
-_LIBRARY_VALUES = (AbstractMesh, Mesh, PartitionSpec, Sharding, np.dtype)
 # The most objects that are listed, because listing more would take as long as tracing the function.
 _LIMIT = 4000
 
@@ -116,7 +113,7 @@ class Listing:
     def add(self, value: object) -> None:
         """Adds the tokens of a value and of all that is reached from it; may raise `NotListed`."""
         cls = type(value)
-        if cls in _PLAIN_TYPES:
+        if cls in ATOMIC_TYPES:
             self.tokens.append((cls, value))
             return
         number = self._number.get(id(value))
@@ -303,7 +300,9 @@ class Listing:
             self._add_identity(value)
         elif is_stateless(cls.__module__) and callable(getattr(value, "__wrapped__", None)):
             self._add_wrapper(value)
-        elif issubclass(cls, _LIBRARY_VALUES):  # a mesh has parts, but its key is enough
+        # A mesh has parts, but its key is enough. The key of a path, which is compared by value
+        # elsewhere, is not, because the methods of a path read files.
+        elif issubclass(cls, LIBRARY_VALUES):
             self._add_value(value)
         elif is_builtin(cls) or not has_hidden_state(cls):
             self.add(cls)
@@ -373,7 +372,6 @@ def holds_values(value: Any) -> bool:
     )
 
 
-_PLAIN_TYPES = frozenset({bool, bytes, int, str, type(None), type(Ellipsis), type(NotImplemented)})
 # For objects of exactly these types: the attributes that are listed instead of the object.
 _PARTS: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__func__", "__self__"),

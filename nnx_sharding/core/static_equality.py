@@ -62,13 +62,12 @@ from .treedefs import aux_of
 
 # By value
 
-_PLAIN_TYPES = frozenset({str, int, bool, bytes, type(None), type(Ellipsis), type(NotImplemented)})
-# Subclasses that these libraries define only add caches. The user's subclasses may hold more, so
+# Values of exactly these types have no parts, and ``==`` compares all of them.
+ATOMIC_TYPES = frozenset({str, int, bool, bytes, type(None), type(Ellipsis), type(NotImplemented)})
+# Objects of JAX and NumPy that are compared by value, although they have attributes. Subclasses
+# that the libraries define only add caches. The user's subclasses may hold more, so
 # `_key_of_rare_type` asks for `_LIBRARIES`, too.
-_LIBRARY_VALUES = (
-    *(np.dtype, jax.Device, Sharding, Mesh, AbstractMesh, PartitionSpec),
-    pathlib.PurePath,
-)
+LIBRARY_VALUES = (np.dtype, jax.Device, Sharding, Mesh, AbstractMesh, PartitionSpec)
 _LIBRARIES = frozenset({"jax", "jaxlib", "numpy", "pathlib"})
 # Objects that belong to the process or are code. They do not show what they do.
 _IDENTITY_TYPES = (
@@ -81,7 +80,7 @@ _IDENTITY_TYPES = (
 def value_key(value: Any) -> Hashable | None:
     """Returns a key for a value that is compared by value, equal for equal values; else None."""
     cls = type(value)
-    if cls in _PLAIN_TYPES:
+    if cls in ATOMIC_TYPES:
         return cls, value
     if cls is float:
         return cls, value.hex()
@@ -114,7 +113,8 @@ def _key_of_rare_type(cls: type, value: Any) -> Hashable | None:
         return _mapping_key(cls, value)
     # Dtypes, shardings, meshes and paths. The user's subclasses of these are left out, because they
     # may hold more than their `==` compares.
-    if issubclass(cls, _LIBRARY_VALUES) and cls.__module__.split(".")[0] in _LIBRARIES:
+    is_library_value = issubclass(cls, (*LIBRARY_VALUES, pathlib.PurePath))
+    if is_library_value and cls.__module__.split(".")[0] in _LIBRARIES:
         # The libraries' own `==` is right, with two exceptions: it ignores the case of letters in
         # paths of Windows, and the metadata of dtypes.
         if issubclass(cls, pathlib.PurePath):
