@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ... import _compat
@@ -21,11 +20,10 @@ from ..flatten import Flat, flatten
 from ..structure import Structure
 from .guard import check
 from .recorder import WalkRecorder
-from .store import make_walk, watch
+from .store import is_due, make_walk, watch
 from .walk import Walk
 
 _MAX_MODELS = 64
-_MAX_MISSES = 16  # misses of one model, after which it is rarely recorded again
 
 
 @dataclasses.dataclass
@@ -38,18 +36,6 @@ class _KnownModel:
     walk: Walk | None = None
     structure: Structure | None = None
     references: tuple[weakref.ref[Any], ...] = ()  # weak references whose callbacks drop the entry
-
-    def count_miss_and_decide(self) -> bool:
-        """Counts a miss; returns whether to record the model's walk in this call.
-
-        Recording takes longer than flattening. It is wasted on a model that is passed once, and on
-        a model that always changes. So the first miss is not recorded, and after 16 misses only
-        every 64th miss is.
-        """
-        self.misses += 1
-        if self.misses > _MAX_MISSES:
-            return self.misses % 64 == 0
-        return self.misses > 1
 
 
 # By the id of the model. No entry keeps its model alive.
@@ -74,14 +60,15 @@ def flatten_known(tree: object) -> Flat:
     entry = _MODELS.get(key)
     if entry is None:
         entry = _MODELS[key] = _KnownModel()
-        entry.references = (*_watch((tree,), key),)
+        entry.references = (*watch((tree,), lambda _: _MODELS.pop(key, None)),)
         make_room(_MODELS, _MAX_MODELS)  # removes the oldest entries if there are too many
     if entry.walk is not None and entry.structure is not None:
         flat = check(entry.walk, entry.structure, arguments=(tree,))
         if flat is not None:  # nothing but arrays has changed
             return flat
     # The model is new, or has changed.
-    if entry.count_miss_and_decide():
+    entry.misses += 1
+    if is_due(entry.misses):
         return _flatten_recorded(tree, key, entry)
     return flatten(tree)
 
@@ -106,15 +93,7 @@ def _flatten_recorded(tree: object, key: int, entry: _KnownModel) -> Flat:
         # The walk compares these objects by their ids alone, so it is void once one of them is
         # collected.
         by_identity = flat.recorder.identities.values()
-        entry.references = (*_watch((tree, *by_identity), key),)
+        objects = (tree, *by_identity)
+        entry.references = (*watch(objects, lambda _: _MODELS.pop(key, None)),)
         entry.walk, entry.structure = walk, flat.structure
     return flat
-
-
-def _watch(objects: Iterable[object], key: int) -> Iterator[weakref.ref[Any]]:
-    """Yields weak references that drop a model's entry when one of the objects is collected.
-
-    Args:
-      objects: the model, and the objects that its walk compares by their ids alone.
-    """
-    return watch(objects, lambda _: _MODELS.pop(key, None))

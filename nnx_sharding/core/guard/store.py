@@ -42,6 +42,7 @@ _LOGGER = logging.getLogger("nnx_sharding")
 MAX_ARGUMENTS = 256
 MAX_GUARDS = 8
 MAX_RECENT = 4  # guards that the extension tries, whatever the arguments are
+MANY_MISSES = 2 * MAX_GUARDS  # calls without a guard that holds; after more, guards are made rarely
 
 
 class _Form(NamedTuple):
@@ -112,22 +113,21 @@ class _GuardList:
     def add(self, guard: Guard) -> None:
         self.guards = (guard, *self.guards[: MAX_GUARDS - 1])
 
-    def give_up(self) -> None:
-        """Counts so many misses that a guard is rarely made from now on."""
-        self.misses += 2 * MAX_GUARDS
 
-    def is_due(self, *, plan_is_new: bool) -> bool:
-        """Whether to make a guard for the call that has just been counted as a miss.
+def is_due(misses: int, *, plan_is_new: bool = False) -> bool:
+    """Whether to make a guard, or to record a walk, in a call for which none held.
 
-        Making a guard takes longer than a call without one. This does not matter in a call with a
-        new plan, which is traced and compiled. Otherwise the arguments have to come a second time,
-        because a model that is used once needs no guard.
-        """
-        # Arguments that always change miss each time, so only one miss in 64 then makes a guard.
-        misses_often = self.misses > 2 * MAX_GUARDS
-        if misses_often and self.misses % 64 != 0:
-            return False
-        return plan_is_new or self.misses > 1
+    Both take longer than a call without. This does not matter in a call with a new plan, which is
+    traced and compiled. Otherwise the arguments have to come a second time, because a model that is
+    used once needs no guard.
+
+    Args:
+      misses: the number of calls with these arguments for which none held, with this one.
+      plan_is_new: whether the plan was made for this call.
+    """
+    # Arguments that always change miss each time, so only one miss in 64 then makes a guard.
+    is_skipped = misses > MANY_MISSES and misses % 64 != 0
+    return not is_skipped and (plan_is_new or misses > 1)
 
 
 class Guards:
@@ -228,7 +228,7 @@ class Guards:
                 continue  # the plan may depend on more than the graph, such as the mesh in context
             guard_list = self._guards_of(key)
             guard_list.misses += 1
-            if guard_list.is_due(plan_is_new=False):
+            if is_due(guard_list.misses):
                 # The recipe compares the same objects by identity as the template does. These are
                 # alive, because the template is dropped when one of them is collected.
                 identities = [reference() for reference in template.references]
@@ -261,12 +261,12 @@ class Guards:
         except Exception:  # the class of an argument cannot be hashed
             return
         guard_list.misses += 1
-        if not guard_list.is_due(plan_is_new=is_new):
+        if not is_due(guard_list.misses, plan_is_new=is_new):
             return
         recorder = flat.recorder
         walk = None if recorder is None else make_walk(recorder, arguments, plan.fun_name)
         if walk is None or recorder is None:  # such arguments are flattened in each call
-            guard_list.give_up()
+            guard_list.misses += MANY_MISSES
             return
         identities = recorder.identities.values()
         guard = self._add_guard(key, walk, plan, flat, identities)
