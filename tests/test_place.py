@@ -528,6 +528,9 @@ class MistakesTest(parameterized.TestCase):
         assert model.down.kernel.sharding.spec == P(None, None)
         assert model.up.kernel.sharding.spec == P(None, "model")
         self.unchanged(StrictError, ("corrected",), P("model"), on_indivisible="drop", strict=True)
+        with pytest.raises(StrictError) as caught:
+            place(MLP(features=6), P("model"), MESH, on_indivisible="drop", strict=True)
+        assert caught.value.anchor == "when-a-spec-does-not-divide-a-shape"
         rules = StateSharding({...: P("model")}, on_indivisible="replicate")
         with pytest.warns(CorrectedSpecWarning):
             place(model, rules, MESH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import re
@@ -241,6 +242,17 @@ def test_each_compilation_logs_one_line(compile, caplog, uncached):
         compile(mesh)
     [line] = [record.getMessage() for record in caplog.records if record.name == "nnx_sharding"]
     assert re.fullmatch(rf"<lambda> for 8 devices \('data': 2, 'model': 4\): {SECONDS}", line)
+
+
+def test_the_line_names_the_function_of_a_partial(caplog, uncached):
+    class Scale:
+        def times(self, x):
+            return 2 * x
+
+    with caplog.at_level(logging.INFO, "nnx_sharding"):
+        jit(functools.partial(Scale.times, Scale()))(jnp.ones(8))
+    [line] = [record.getMessage() for record in caplog.records if record.name == "nnx_sharding"]
+    assert line.startswith("Scale.times for 1 device: ")
 
 
 def test_the_line_has_the_times_that_jax_reports(caplog, uncached):

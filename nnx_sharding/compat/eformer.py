@@ -67,8 +67,9 @@ from ..core.constrain import (
 )
 from ..core.flatten import Flat, flatten
 from ..core.prefixes import Specs, check_specs
+from ..core.problems import warn_of_corrections
 from ..core.rebuild import rebuild
-from ..core.tree_shardings import assign_shardings, warn_of_corrections
+from ..core.tree_shardings import assign_shardings
 from ..errors import NoMeshError, UnusedFilterWarning, by_kind, message, raise_if_any, warn_or_raise
 from ..partition.rules import from_rules, read_patterns
 from ..partition.variables import NamedVariable, variables
@@ -144,7 +145,7 @@ def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
 def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) -> int:
     """Returns the product of the sizes of axes of a mesh; a KeyError if it does not have them."""
     shape = (get_incontext_mesh() if mesh is None else mesh).shape
-    names = _axes(axis_names)
+    names = axes_of(axis_names)
     # The error is a KeyError as in eformer, but names all unknown axes.
     unknown = [f"{n!r}{suggestion(n, shape)}" for n in names if n not in shape]
     if unknown:
@@ -155,17 +156,12 @@ def get_axes_size_in_mesh(axis_names: AxisNames, mesh: AnyMesh | None = None) ->
 
 def get_mesh_axis_size(axis_names: AxisNames) -> int:
     """Returns the product of the sizes of axes over which a ``shard_map`` maps the function."""
-    return math.prod(int(jax.lax.axis_size(name)) for name in _axes(axis_names))
+    return math.prod(int(jax.lax.axis_size(name)) for name in axes_of(axis_names))
 
 
 def get_submesh_device_index(axis_names: AxisNames) -> jax.Array | int:
     """Returns the index of this shard along axes of a ``shard_map``, the first one major."""
-    return jax.lax.axis_index(_axes(axis_names)) if axis_names else 0
-
-
-def _axes(names: AxisNames) -> tuple[str, ...]:
-    """Returns one or several names as a tuple."""
-    return (names,) if isinstance(names, str) else tuple(names)
+    return jax.lax.axis_index(axes_of(axis_names)) if axis_names else 0
 
 
 def get_corrected_named_sharding(
@@ -195,7 +191,8 @@ def get_corrected_named_sharding(
     if fit.problems:  # for example, an axis is named twice
         raise_if_any(ValueError, f"{name}:", [fit.line("array")])
     if fit.corrections:
-        warn_of_corrections(name, [fit.line("array")], strict=False)
+        head = f"{name}: this spec does not fit"
+        warn_of_corrections(head, [fit.line("array")], strict=False)
     return NamedSharding(mesh, fit.sharding)  # `fit.sharding` of a spec is a spec
 
 

@@ -29,6 +29,7 @@ import jax
 from .. import _compat
 from ..errors import ShardingWarning, warn_or_raise
 from ..specs.types import AnyMesh, Arrays, Objects
+from .functions import qualified_name_of
 from .interrupts import defer_signals, unmark_direct
 
 if TYPE_CHECKING:  # these import modules that import this one
@@ -146,7 +147,8 @@ def _compilation_text(plan: Plan, leaves: Arrays) -> str:
 
     ``leaves`` are the arrays of the call. They show the devices if no sharding is declared.
     """
-    name = getattr(plan.fun(), "__qualname__", plan.fun_name).rpartition("<locals>.")[2]
+    fun = plan.fun()  # None once the function is gone
+    name = plan.fun_name if fun is None else qualified_name_of(fun)
     count, mesh = _devices_of(plan, leaves)
     devices = "1 device" if count == 1 else f"{count} devices"
     if mesh is not None and mesh.shape:

@@ -70,6 +70,12 @@ def name_of(fun: Callable[..., Any]) -> str:
     return str(getattr(_behind_partial(fun), "__name__", "<unnamed function>"))
 
 
+def qualified_name_of(fun: Callable[..., Any]) -> str:
+    """Returns the name of a function with its class, but without the functions around it."""
+    fun = _behind_partial(fun)
+    return str(getattr(fun, "__qualname__", type(fun).__name__)).rpartition("<locals>.")[2]
+
+
 def weak_function(fun: Callable[..., Any]) -> Callable[[], Any]:
     """Returns a function that returns ``fun``, or None once ``fun`` is collected."""
     try:

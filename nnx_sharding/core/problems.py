@@ -20,7 +20,17 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from .. import _compat
-from ..errors import NoMeshError, listed_error, merged, message, raise_if_any, see, shortened
+from ..errors import (
+    CorrectedSpecWarning,
+    NoMeshError,
+    listed_error,
+    merged,
+    message,
+    raise_if_any,
+    see,
+    shortened,
+    warn_or_raise,
+)
 from ..specs.fitting import describe_both, show
 from ..specs.types import AnyArray, Arrays
 
@@ -105,6 +115,20 @@ def committed_elsewhere(name: str, arrays: Iterable[DeclaredArray]) -> Exception
         "on_committed='move'.",
         anchor="committed-to-another-sharding",
     )
+
+
+def warn_of_corrections(head: str, lines: Sequence[str], *, strict: bool) -> None:
+    """Warns of specs that were corrected, or raises if ``strict``; does nothing without lines.
+
+    Args:
+      head: begins the message: the function that the user called, and which specs do not fit what.
+      lines: a line for each array whose spec was corrected.
+      strict: whether the warning is an error.
+    """
+    if lines:
+        text = message(f"{head} and were corrected:", lines)
+        anchor = "when-a-spec-does-not-divide-a-shape"
+        warn_or_raise(CorrectedSpecWarning, text, strict=strict, anchor=anchor)
 
 
 def out_of_range(values: jax.Array | np.ndarray[Any, Any], dtype: np.dtype[Any]) -> str:

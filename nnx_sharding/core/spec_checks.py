@@ -16,12 +16,20 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from ..errors import CorrectedSpecWarning, message, raise_if_any, shortened, warn_or_raise
-from ..specs.fitting import Fit, Mismatch, OnIndivisible, describe, fit_sharding, spec_and_mesh
+from ..errors import raise_if_any, shortened
+from ..specs.fitting import (
+    Fit,
+    Mismatch,
+    OnIndivisible,
+    axes_text,
+    describe,
+    fit_sharding,
+    spec_and_mesh,
+)
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyMesh, Arrays, AxisName, Objects, Spec
 from .locations import NamedLocation
-from .problems import join_paths
+from .problems import join_paths, warn_of_corrections
 from .transform import Sharded, Transform
 
 
@@ -63,12 +71,11 @@ def check_axes(
         lines.append(f"  {describe(spec)} for {names}: {'; '.join(map(str, problems))}")
     if transform.context is not None:
         sizes.update(transform.context.shape)
-    axes = ", ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
     raise_if_any(
         ValueError,
         f"{transform.name}: these specs do not fit the mesh:",
         lines,
-        f"The mesh has the axes {axes}.",
+        axes_text(sizes),
         anchor="specs-that-do-not-fit-the-mesh",
     )
 
@@ -186,11 +193,8 @@ def fit_specs(
             result[slot] = fit.sharding
             corrected.append(line)
     _raise_for_mismatches(transform, noun, mismatches)
-    if corrected:
-        head = f"{transform.name}: the specs of these {noun} do not fit their shapes"
-        anchor = "when-a-spec-does-not-divide-a-shape"
-        text = message(f"{head} and were corrected:", corrected)
-        warn_or_raise(CorrectedSpecWarning, text, strict=transform.strict, anchor=anchor)
+    head = f"{transform.name}: the specs of these {noun} do not fit their shapes"
+    warn_of_corrections(head, corrected, strict=transform.strict)
     return result
 
 

@@ -20,10 +20,11 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from ..errors import CorrectedSpecWarning, message, raise_if_any, warn_or_raise
+from ..errors import raise_if_any
 from ..specs.fitting import (
     Fit,
     OnIndivisible,
+    axes_text,
     fit_sharding,
     replace_spec,
     spec_and_mesh,
@@ -38,7 +39,7 @@ from .locations import locate, slot_names
 from .memory import other_memory
 from .place import obstacle
 from .prefixes import Specs, check_specs
-from .problems import no_mesh
+from .problems import no_mesh, warn_of_corrections
 from .resolve import Resolved, resolve
 
 
@@ -108,7 +109,7 @@ def fit_shardings(
         shardings.append(fitter.fit(slot, name, leaf, spec))
     fitter.raise_for_mismatches()
     check_filters(resolved.filter_uses, name=caller, strict=strict)
-    warn_of_corrections(caller, fitter.corrected, strict=strict)
+    warn_of_corrections(f"{caller}: these specs do not fit", fitter.corrected, strict=strict)
     return shardings
 
 
@@ -198,8 +199,7 @@ class _Fitter:
         if fit.problems:
             self._refused.append(fit.line(name))
             if pair is not None and any(mismatch.is_about_mesh for mismatch in fit.problems):
-                sizes = ", ".join(f"{axis!r} ({size})" for axis, size in mesh.shape.items())
-                self._remedy = f"The mesh has the axes {sizes}."
+                self._remedy = axes_text(mesh.shape)
             return None
         if fit.corrections:
             self.corrected.append(fit.line(name))
@@ -270,10 +270,3 @@ def _not_explicit(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> str | None:
         return None
     listed = ", ".join(f"{axis!r} is of type {types[axis].name}" for axis in wrong)
     return f"{listed}; only Explicit axes are part of a type"
-
-
-def warn_of_corrections(name: str, lines: Sequence[str], *, strict: bool) -> None:
-    """Warns of specs that were corrected, or raises if ``strict``; does nothing without lines."""
-    if lines:
-        text = message(f"{name}: these specs do not fit, and were corrected:", lines)
-        warn_or_raise(CorrectedSpecWarning, text, strict=strict)

@@ -34,6 +34,7 @@ import jax
 
 from .. import _compat
 from ..core.declared import is_committed
+from ..core.functions import qualified_name_of
 from ..core.plan import Plan
 from ..core.transform import Transform
 from ..errors import RetraceError, message, shortened
@@ -216,7 +217,7 @@ def _logs(fun: object) -> list[tuple[str, TraceLog]]:
             f"object with such methods, got {show(fun)} of type {type(fun).__name__}. Pass the "
             "transformed function, not the original one: only it records its traces."
         )
-    return [(fun_name(function.__wrapped__), function.trace_log) for function in lifted]
+    return [(qualified_name_of(function.__wrapped__), function.trace_log) for function in lifted]
 
 
 def _unwrapped(fun: object) -> Any:
@@ -224,13 +225,6 @@ def _unwrapped(fun: object) -> Any:
     while isinstance(fun, functools.partial | types.MethodType | staticmethod | classmethod):
         fun = fun.func if isinstance(fun, functools.partial) else fun.__func__
     return fun
-
-
-def fun_name(fun: object) -> str:
-    """Returns the name of a function in messages."""
-    while isinstance(fun, functools.partial):
-        fun = fun.func
-    return str(getattr(fun, "__qualname__", type(fun).__name__)).rpartition("<locals>.")[2]
 
 
 def _traces(log: TraceLog, name: str) -> Iterator[Retrace]:
@@ -520,7 +514,7 @@ class Observer(NamedTuple):
     limit: TraceLimit | None  # ``max_traces`` of this wrapper; None without a limit
 
     def traced(
-        self, plan: Plan, fun: object, leaves: Sequence[object], *, nested: bool
+        self, plan: Plan, fun: Callable[..., Any], leaves: Sequence[object], *, nested: bool
     ) -> Callable[[], None]:
         """Records that a function is traced, and returns a function that removes the record.
 
@@ -570,7 +564,7 @@ class Observer(NamedTuple):
         # This takes a trace of each limit, or returns a limit that has none left.
         refused_by = _take_all(limits)
         if refused_by is not None:
-            raise RetraceError(_refusal(refused_by, fun_name(fun), new, earlier))
+            raise RetraceError(_refusal(refused_by, qualified_name_of(fun), new, earlier))
         # The number is not `new.number` if another thread has added a trace in the meantime.
         number = self.log.add(new)
         # The texts of static objects are written now, because the objects may be gone when someone

@@ -42,6 +42,7 @@ from ..errors import NoMeshError, UnshardedWarning, raise_if_any, warn_or_raise
 from ..specs.activation_sharding import ActivationSharding, checked_prefetch
 from ..specs.fitting import (
     axes_of,
+    axes_text,
     fit_sharding,
     pad_entries,
     show,
@@ -263,11 +264,10 @@ def mesh_and_axes(
       ValueError: the mesh lacks an axis; or one crosses TPU slices without ``across_slices``.
     """
     mesh = needed_mesh(name, mesh)
-    axes = axes_of(tuple(axis) if isinstance(axis, list) else axis)
+    axes = axes_of(axis)
     reasons = fit_sharding(PartitionSpec(*axes), mesh).reasons if axes else "it names no axis"
     if reasons:
-        sizes = ", ".join(f"{name!r} ({size})" for name, size in mesh.shape.items())
-        raise ValueError(f"{name}: axis={axis!r}: {reasons}\nThe mesh has the axes {sizes}.")
+        raise ValueError(f"{name}: axis={axis!r}: {reasons}\n{axes_text(mesh.shape)}")
     # The network between slices is much slower than the links in them.
     crossing = set() if across_slices else axes_across_slices(mesh).intersection(axes)
     if crossing:

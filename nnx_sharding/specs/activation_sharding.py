@@ -266,8 +266,8 @@ class ActivationSharding:
         self.__dict__.update(
             filters=tuple(filter_ for filter_, _ in pairs),
             shardings=tuple(shardings),
-            gather=True if gather is True else _axes(gather),
-            kept=_axes(kept),
+            gather=True if gather is True else axes_of(gather or None),
+            kept=axes_of(kept or None),
             infer=infer,
             strict=strict,
             prefetch=checked_prefetch("ActivationSharding", prefetch),
@@ -361,11 +361,6 @@ def indices_for_other_methods(
     for index, (predicate, sharding) in enumerate(source._pairs):
         if sharding.method != method and predicate(path, module):
             yield index
-
-
-def _axes(given: Any) -> tuple[Any, ...]:
-    """Returns mesh axes as a tuple. The user gives one axis, a tuple or list, None or False."""
-    return axes_of(tuple(given) if isinstance(given, list) else given or None)
 
 
 def checked_prefetch(name: str, prefetch: object) -> int:

@@ -282,10 +282,12 @@ def entry_of(axes: Sequence[AxisName]) -> Any:
 
 
 def axes_of(entry: object) -> tuple[Any, ...]:
-    """Returns the mesh axes that one entry of a spec names: none, one or several."""
+    """Returns the mesh axes that one entry of a spec names: none, one, or a tuple or list."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
-    return entry if isinstance(entry, tuple) else (entry,)
+    if isinstance(entry, tuple):
+        return entry
+    return tuple(entry) if isinstance(entry, list) else (entry,)
 
 
 def spec_axes(spec: PartitionSpec) -> Iterable[Any]:
@@ -443,6 +445,12 @@ def describe_mesh(mesh: AnyMesh | None) -> str:
         return "none"
     sizes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     return f"{sizes}, {' × '.join(dict.fromkeys(kind.name for kind in mesh.axis_types))}"
+
+
+def axes_text(sizes: Mapping[AxisName, int]) -> str:
+    """Returns the sentence of messages that lists the axes of a mesh, from their sizes."""
+    listed = ", ".join(f"{axis!r} ({size})" for axis, size in sizes.items())
+    return f"The mesh has the axes {listed}."
 
 
 def describe_both(sharding: Any, other: object) -> tuple[str, str]:
