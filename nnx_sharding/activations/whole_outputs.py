@@ -43,8 +43,7 @@ from ..core.transform import Sharded
 from ..errors import UnshardedWarning, message, users_line, warn_or_raise
 from ..specs.activation_sharding import InOutSharding
 from ..specs.fitting import axes_of, entry_of, pad_entries, spec_axes
-from ..specs.head_names import KEYS
-from ..specs.paths import Path
+from ..specs.paths import KEYS, Path
 from ..specs.types import AxisName
 from .calls import Frame, Shape, Tag, VariableSpecs
 from .explanations import exact_path

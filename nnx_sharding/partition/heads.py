@@ -27,8 +27,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..specs.fitting import axes_of, pad_entries
-from ..specs.head_names import KEYS, QUERIES
-from ..specs.paths import Path
+from ..specs.paths import KEYS, QUERIES, Path
 from ..specs.types import AnyMesh
 from .variables import Listing, SpecsByPath
 

@@ -14,6 +14,10 @@ import jax
 
 Path: TypeAlias = tuple[Any, ...]
 
+# Names of projections to heads, in Flax's layers and in published models.
+QUERIES = re.compile("query|(to_|w)?q(_proj)?")
+KEYS = re.compile("key|value|(to_|w)?[kv](_proj)?")  # projections to keys and to values
+
 
 class Item(str):
     """A string that is a key of a dict in a path: equal to the string, but shown as ``['key']``."""
