@@ -1445,6 +1445,19 @@ def test_host_memory_is_not_device_memory():
     assert predict(candidate, Arguments(x, "x"), Axes()).arguments == 0
 
 
+@pytest.mark.parametrize("dtype", ["int4", "bool", "float8_e4m3fn", "float32"])
+def test_arrays_outside_of_modules_take_the_bytes_of_the_compiler(dtype):
+    """Two elements of `int4` take one byte, in arguments and in products."""
+    x = jax.ShapeDtypeStruct((8, 6), dtype)
+    compiled = jit(lambda x: x).lower(x).compile()
+    candidate = Candidate("dp", {"data": 8}, "", (P(),), make_mesh({"data": 8}))
+    taken = compiled.memory().arguments
+    assert predict(candidate, Arguments((x,), "x"), Axes()).arguments == taken
+    if jnp.issubdtype(dtype, jnp.integer):
+        product = lambda x: jax.lax.dot(x, x.T, preferred_element_type=jnp.int32)  # noqa: E731
+        assert products_of(product, (x,), {}, Axes()).accessed == 2 * taken + 4 * 8 * 8
+
+
 @pytest.mark.usefixtures("compile_here")
 def test_unknown_figures_are_never_best():
     found = plan(train_step, *program("mlp"), devices=2, strategies=["dp", "fsdp"], **OPTIONS)

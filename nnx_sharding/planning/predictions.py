@@ -42,6 +42,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, S
 from .. import _compat
 from ..analysis.flops import elements_in_windows
 from ..analysis.hardware import Hardware
+from ..analysis.memory import array_bytes
 from ..experimental.context import OverSequence
 from ..partition.mesh import make_mesh
 from ..partition.pipeline_schedule import Schedule
@@ -148,16 +149,12 @@ def _own_products(equation: JaxprEqn) -> Products | None:
         return None
     return Products(
         flops=flops,
-        accessed=sum(_size(array) for array in arrays),
+        # A value without a shape is no array, such as a token of effects.
+        accessed=sum(array_bytes(x.shape, x.dtype) for x in arrays if hasattr(x, "shape")),
         least=flops,
         # The first two operands are the factors; further ones are sizes of groups.
         is_narrow=all(array.dtype.itemsize == 1 for array in operands[:2]),
     )
-
-
-def _size(aval: Any) -> int:
-    """Returns the bytes of a value; 0 for a value that is no array, such as a token of effects."""
-    return math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "shape") else 0
 
 
 def _product_flops(name: str, params: Mapping[str, Any], arrays: Sequence[Any]) -> float:
@@ -389,7 +386,7 @@ class _Sums:
                     self.rows = min(shape[0], self.rows or shape[0])
                 self.key.append((*self._axes_by_dimension(spec, shape), is_on_host))
                 if not is_on_host:
-                    self.bytes += math.prod(shape) * array.dtype.itemsize
+                    self.bytes += array_bytes(shape, array.dtype)
 
     def _add_layers(self, sharding: StateSharding, rows: Sequence[ShardingRow]) -> None:
         """Adds what goes from layer to layer in a pipeline, and for attention over a sequence.
