@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..core.flatten import Flat, flatten
-from ..core.structure import Container, Location, Structure, VariableEntry
+from ..core.structure import Container, Location, Structure, VariableEntry, locations_in
 from ..core.treedefs import container_keys
 from ..errors import raise_if_any
 from ..specs.fitting import axes_of, pad_entries, with_entries
@@ -148,8 +148,8 @@ def parameter_table(tree: Any) -> ParameterTable:
     faults = []  # Faults are collected, because one error has to tell all of them.
     flat = flatten(tree)
     structure = flat.structure
-    # A location is where a Variable is, or an array outside of Variables (``root_slots``).
-    for location in structure.walk(structure.root, iter(structure.root_slots)):
+    # A location is where a Variable is, or an array outside of Variables.
+    for location in locations_in(structure):
         # The fields of a row that say in which Variable the array is.
         fields = variable_fields(structure, location.object_index)
         for path, array in arrays_at(flat, location, location.path):

@@ -27,7 +27,7 @@ from ..core.flatten import Flat
 from ..core.memory import is_keys
 from ..core.problems import out_of_range
 from ..core.rebuild import rebuild
-from ..core.structure import VariableEntry
+from ..core.structure import VariableEntry, locations_in
 from ..errors import raise_if_any, shortened
 from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
@@ -63,7 +63,7 @@ def named_arrays(flat: Flat) -> list[NamedArray]:
     """
     structure, arrays = flat.structure, []
     # A location is a Variable, or an array outside of any, with the slots of its arrays.
-    for location in structure.walk(structure.root, slots=iter(structure.root_slots)):
+    for location in locations_in(structure):
         index = location.object_index  # None for a bare array
         entry = None if index is None else structure.entries[index]
         has_value_key = isinstance(entry, VariableEntry)

@@ -30,7 +30,7 @@ from .problems import (
     join_paths,
 )
 from .spec_checks import fit_specs
-from .structure import Structure, VariableEntry
+from .structure import Structure, VariableEntry, locations_in
 from .transform import Sharded
 
 # A function of the plan and the arrays of a call: returns the error, or None if nothing is wrong.
@@ -124,7 +124,7 @@ def _check_abstract(plan: Plan, leaves: Arrays) -> Exception | None:
 
 def _slots_of_streams(structure: Structure) -> Iterator[int]:
     """Yields the slots of the keys and counts of random streams."""
-    for location in structure.walk(structure.root, iter(structure.root_slots)):
+    for location in locations_in(structure):
         index = location.object_index
         entry = None if index is None else structure.entries[index]  # None for a bare array
         if isinstance(entry, VariableEntry) and issubclass(entry.type, nnx.RngState):

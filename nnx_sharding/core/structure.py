@@ -225,7 +225,7 @@ class Structure:
     def paths(self) -> tuple[Path, ...]:
         """Returns the path to each array, by slot: the first one from the root to the Variable."""
         paths: dict[int, Path] = {}
-        for location in self.walk(self.root, iter(self.root_slots)):
+        for location in locations_in(self):
             for slot in location.slots:
                 paths.setdefault(slot, location.path)
         return tuple(paths.get(slot, ()) for slot in range(self.num_leaves))

@@ -37,6 +37,7 @@ from .structure import (
     VariableEntry,
     children_of,
     identities_in,
+    locations_in,
     parts_of,
 )
 
@@ -145,9 +146,8 @@ def check_output(
       name: the name of the transform, in messages.
     """
     lines = []
-    structure = flat_after.structure
-    # The walk yields each Variable and array of the output.
-    for location in structure.walk(structure.root, iter(structure.root_slots)):
+    # These are the places of the Variables and arrays of the output.
+    for location in locations_in(flat_after.structure):
         index = location.object_index
         path = accessor("output", location.path)
         # A bare array has no index, and is fine because the caller gets a new array from JAX.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.flatten import flatten
+from ..core.structure import locations_in
 from ..core.unflatten import unflatten
 from ..specs.paths import accessor
 from .rounding import Rounding, is_inexact
@@ -29,11 +30,10 @@ def arrays_of(named: Mapping[str, Any]) -> dict[str, Any]:
     is shared has its first name.
     """
     flat = flatten(dict(named))
-    structure, arrays = flat.structure, {}
-    # The walk yields the path and the slots of each Variable, and of each array outside of
-    # Variables. The first key of a path is one of the names. The slots of the root are the arrays
-    # outside of modules.
-    for location in structure.walk(structure.root, iter(structure.root_slots)):
+    arrays = {}
+    # A location is the path and the slots of a Variable, or of an array outside of Variables. The
+    # first key of a path is one of the names.
+    for location in locations_in(flat.structure):
         name, *path = location.path
         holds_pytree = len(location.slots) > 1  # a Variable with several arrays
         for number, slot in enumerate(location.slots):

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.declared import abstract
 from ..core.flatten import flatten
-from ..core.structure import Structure, VariableEntry
+from ..core.structure import Structure, VariableEntry, locations_in
 from ..core.unflatten import unflatten
 from ..transforms.jit import declared_specs
 
@@ -163,7 +163,7 @@ def _state_slots(structure: Structure) -> set[int]:
     slots: set[int] = set()
     # A location is a Variable with its arrays, or an array outside of Variables, whose
     # `object_index` is None.
-    for location in structure.walk(structure.root, iter(structure.root_slots)):
+    for location in locations_in(structure):
         if location.object_index is None:
             continue
         entry = structure.entries[location.object_index]  # describes the object
