@@ -128,8 +128,7 @@ def searched(step, args, options=(), **changes):
         for name, parameter in inspect.signature(plan).parameters.items()
         if name in given and parameter.default is not parameter.empty
     }
-    found, _ = prepare(step, args, dict(options), **(defaults | changes))
-    return found
+    return prepare(step, args, dict(options), **(defaults | changes))
 
 
 MODELS = {

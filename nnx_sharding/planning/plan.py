@@ -383,7 +383,7 @@ def plan(
     """
     end = math.inf if time_limit is None else time.monotonic() + time_limit
     # 1. Predict all candidates.
-    search, compile_on = prepare(
+    search = prepare(
         step,
         args,
         options,
@@ -406,7 +406,7 @@ def plan(
         memory_limit=search.limit,
         hardware=search.hardware,
         cache_dir=cache_dir,
-        devices=compile_on,
+        devices=search.compile_on,
         quiet=quiet,
     )
     # 2. Compile the candidates that the search picks, in the time that is left.

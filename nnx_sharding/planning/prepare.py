@@ -60,12 +60,8 @@ def prepare(
     most: int | None,
     measure: int,
     quiet: bool,
-) -> tuple[Search, Devices | None]:
+) -> Search:
     """Makes and predicts all candidates, without compiling any. The arguments are those of `plan`.
-
-    Returns:
-      A tuple: the search, and the devices that other processes compile for. If the devices are
-      None, this process compiles.
 
     Raises:
       ValueError: no candidate can fit, or an argument of the search is wrong.
@@ -111,9 +107,10 @@ def prepare(
         most=most,
         maximize=maximize is not None,
         num_slices=num_slices,
+        compile_on=_devices_of_compilers(meshes_of_pairs, target),
     )
     _add_all(search, pairs, quiet=quiet)
-    return search, _devices_of_compilers(meshes_of_pairs, target)
+    return search
 
 
 def _peak_and_limit(

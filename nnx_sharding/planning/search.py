@@ -34,7 +34,7 @@ from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, time_text
 from ..errors import warnings_collected
 from ..report.comparison import Comparison, Failure
-from ..report.compiling import Lower
+from ..report.compiling import Devices, Lower
 from ..report.strategies import Strategy, lowered
 from ..transforms.jit import jit
 from .candidates import Arguments, Axes, Candidate, Warned, batch_spec, chains, split_name
@@ -88,6 +88,7 @@ class Search:
       most: the maximum number of candidates to compile; None for all.
       maximize: whether the search is for the largest batch instead of the shortest step.
       num_slices: the number of slices of TPUs that the devices are on.
+      compile_on: the devices that other processes compile for; None if this process compiles.
       entries: name → candidate, for all candidates that may be compiled or were compiled.
       programs: name → the function that lowers the step, for all entries still to be compiled.
       ruled_out: name → the reason why the candidate is not compiled.
@@ -112,6 +113,7 @@ class Search:
     most: int | None
     maximize: bool
     num_slices: int = 1
+    compile_on: Devices | None = None
     entries: dict[str, PredictedCandidate] = dataclasses.field(default_factory=dict)
     programs: dict[str, Lower] = dataclasses.field(default_factory=dict)
     ruled_out: dict[str, str] = dataclasses.field(default_factory=dict)
