@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis.program import ProgramReport
-from ..analysis.units import bytes_text, time_text
 from ..report.changes import by_strategy, diff
-from ..report.comparison import Column, Comparison, load, why_unknown
+from ..report.comparison import DECISIVE, Column, Comparison, figure_text, load, why_unknown
 from ..testing import launch
 from .options import UsageError, count, percentage, say, seconds
 from .programs import add_outputs, write
@@ -142,18 +141,17 @@ def _best_text(comparison: Comparison) -> str:
     The best has the shortest time among those that fit, measured or else estimated. Without any
     time, it sends least, as in a plan.
     """
-    columns: tuple[Column, ...] = ("measured", "roofline", "bytes_sent")
-    names = (comparison.best(column) for column in columns)
+    names = (comparison.best(column) for column in DECISIVE)
     best = next((name for name in names if name is not None), None)
     if best is None:
         return "none fits" if comparison.reports else "none was compiled"
     figures = comparison.figures[best]
-    texts = []
-    for column in (*columns, "peak"):
-        figure = figures[column]
-        if figure is not None:
-            show = bytes_text if column in ("bytes_sent", "peak") else time_text
-            texts.append(f"{column.replace('bytes_sent', 'sent')} {show(figure)}")
+    columns: tuple[Column, ...] = (*DECISIVE, "peak")
+    texts = [
+        f"{column.replace('bytes_sent', 'sent')} {figure_text(column, figures[column])}"
+        for column in columns
+        if figures[column] is not None
+    ]
     return f"{best}: {', '.join(texts)}"
 
 

@@ -38,7 +38,15 @@ from ..analysis.program import ProgramReport
 from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text, time_text
 from ..errors import each_warning_once, warn_or_raise, warnings_collected
-from ..report.comparison import Column, Comparison, Failure, SearchInterrupted, lacks_memory
+from ..report.comparison import (
+    DECISIVE,
+    Column,
+    Comparison,
+    Failure,
+    SearchInterrupted,
+    figure_text,
+    lacks_memory,
+)
 from ..report.compiling import INTERRUPTED, compile_all
 from ..report.strategies import AnyMesh
 from .candidates import Candidate, Warned
@@ -111,10 +119,8 @@ class PlanningResult(Pictured):
     def best(self) -> Candidate | None:
         """The best candidate that fits and has known figures; None if there is none."""
         figures, fitting = self.comparison.figures, self.comparison.fitting  # ranked, best first
-        # If some candidates were measured, the best is one of them. Otherwise the best is one with
-        # an estimate. On unknown hardware there are no estimates, so the bytes decide.
-        columns: tuple[Column, ...] = ("measured", "roofline", "bytes_sent")
-        for column in columns:
+        # `Comparison.best` is not used, because a search for the largest batch ranks by rows first.
+        for column in DECISIVE:
             for name in fitting:
                 if figures[name][column] is not None:
                     return self.candidates[name]
@@ -232,8 +238,8 @@ def _slower(figures: Mapping[Column, float | None], best: Mapping[Column, float 
         figure, best_figure = figures[column], best.get(column)
         if figure is not None and best_figure is not None and figure != best_figure:
             more = f" ({100 * (figure / best_figure - 1):+.1f} %)" if best_figure else ""
-            show = bytes_text if column in ("bytes_sent", "peak") else time_text
-            return f"{verbs[column]} {show(figure)}, not {show(best_figure)}{more}"
+            shown, shown_best = figure_text(column, figure), figure_text(column, best_figure)
+            return f"{verbs[column]} {shown}, not {shown_best}{more}"
     return "its figures are not better, or not known"
 
 
@@ -574,7 +580,7 @@ def _rank(name: str, comparison: Comparison, search: Search) -> tuple[Any, ...]:
     return (False, -rows, *ranking)
 
 
-_RANKED_BY: tuple[Column, ...] = ("measured", "roofline", "bytes_sent", "peak")
+_RANKED_BY: tuple[Column, ...] = (*DECISIVE, "peak")
 
 
 def _result(search: Search, comparison: Comparison, why_left: str) -> PlanningResult:

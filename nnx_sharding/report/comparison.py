@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 Column: TypeAlias = Literal[
     "peak", "arguments", "bytes_sent", "flops", "roofline", "measured", "planning"
 ]
+# The figures that decide between strategies that fit, the most important first. Estimates count if
+# nothing was measured. On unknown hardware there are no estimates, so the bytes decide.
+DECISIVE: tuple[Column, ...] = ("measured", "roofline", "bytes_sent")
 Source: TypeAlias = "ProgramReport | Comparison | dict[str, Any] | str | os.PathLike[str]"
 
 
@@ -357,31 +360,27 @@ class Comparison(JsonForm):
         columns: dict[str, Sequence[Text | str]] = {
             "strategy": list(self.compiled),
             "mesh": [str(report.mesh or f"{report.num_devices} devices") for report in compiled],
-            "peak  ": self._cells("peak", bytes_text),
-            "arguments  ": self._cells("arguments", bytes_text),
-            "sent  ": self._cells("bytes_sent", bytes_text),
+            "peak  ": self._cells("peak"),
+            "arguments  ": self._cells("arguments"),
+            "sent  ": self._cells("bytes_sent"),
             **self._sent_by_axes(),
-            "flops  ": self._cells("flops", count_text),
-            "roofline  ": self._cells("roofline", time_text),
-            "measured  ": self._cells("measured", time_text),
+            "flops  ": self._cells("flops"),
+            "roofline  ": self._cells("roofline"),
+            "measured  ": self._cells("measured"),
             "bound by": [getattr(report.roofline, "bound_by", None) or "" for report in compiled],
-            "compiled in  ": self._cells("planning", time_text),  # the time to trace and compile
+            "compiled in  ": self._cells("planning"),  # the time to trace and compile
         }
         if self.memory_limit is not None:
             fits: dict[bool | None, Text | str] = {True: "yes", False: text("no", "red"), None: "?"}
             columns["fits"] = [fits[self.fits(name)] for name in self.compiled]
         return columns
 
-    def _cells(self, column: Column, show: Callable[..., str]) -> list[Text | str]:
-        """Writes a figure of each compiled strategy, and marks the best one.
-
-        Args:
-          show: writes a figure with its unit; an unknown one, None, as a dash.
-        """
+    def _cells(self, column: Column) -> list[Text | str]:
+        """Writes a figure of each compiled strategy, and marks the best one."""
         best = self.marked.get(column)
         cells: list[Text | str] = []
         for name, figures in self.figures.items():
-            shown = show(figures[column])
+            shown = figure_text(column, figures[column])
             # Figures without a mark have spaces instead, so that figures stand below each other.
             cells.append(text(f"{shown} *", "green") if name == best else f"{shown}  ")
         return cells
@@ -408,6 +407,20 @@ class Comparison(JsonForm):
         return columns
 
 
+def figure_text(column: Column, figure: float | None) -> str:
+    """Writes one of ``Comparison.figures`` with its unit; an unknown one, None, as `UNKNOWN`."""
+    return _WRITERS[column](figure)
+
+
+_WRITERS: Mapping[Column, Callable[[Any], str]] = {
+    "peak": bytes_text,
+    "arguments": bytes_text,
+    "bytes_sent": bytes_text,
+    "flops": count_text,
+    "roofline": time_text,
+    "measured": time_text,
+    "planning": time_text,
+}
 _PHRASES = {
     "peak": "the most memory in use at any time",
     "arguments": "the memory of what a call is given: parameters, optimizer state, inputs",
