@@ -311,7 +311,8 @@ def parse(text: str) -> Module:
       >>> instruction.opcode, instruction.operand_names, instruction.attributes
       ('all-reduce', ('x',), {'to_apply': '%add'})
     """
-    head, computations, skipped = _split(text)
+    module = _split(text)
+    computations = module.computations
     # Two forms that compilers use are rewritten here, so that nothing else has to know them. The
     # first is a collective between slices: ``send`` to the host and ``recv`` from it →
     # ``all-reduce``.
@@ -324,19 +325,10 @@ def parse(text: str) -> Module:
         for computation in [*computations]:
             # `spell_out` rewrites the instructions in place, and returns new computations.
             computations += spell_out(computation)
-    title = re.search(r"^HloModule ([^\s,]+)", head, re.MULTILINE)
-    return Module(title[1] if title else "", head, computations, tuple(skipped))
+    return module
 
 
-class _Parts(NamedTuple):
-    """The parts of a text; the fields are those of a `Module`."""
-
-    head: str
-    computations: list[Computation]
-    skipped: list[str]
-
-
-def _split(text: str) -> _Parts:
+def _split(text: str) -> Module:
     """Splits a text into instructions, by computation.
 
     The kinds of lines are tried in this order: an instruction; more of the last instruction, if
@@ -344,7 +336,7 @@ def _split(text: str) -> _Parts:
     before the first computation is a part of the head, and any after it is not understood
     (``skipped``).
     """
-    head: list[str] = []
+    head_lines: list[str] = []
     computations: list[Computation] = []
     skipped: list[str] = []
     is_open = False  # whether the last computation goes on
@@ -381,12 +373,14 @@ def _split(text: str) -> _Parts:
         elif line.lstrip().startswith("}"):
             is_open = False
         elif not computations:
-            head.append(line)
+            head_lines.append(line)
         elif line.strip():
             skipped.append(line.strip())
     if is_open and computations[-1].name:  # The text was cut off.
         skipped.append(f"the end of {computations[-1].name}")
-    return _Parts("\n".join(head), computations, skipped)
+    head = "\n".join(head_lines)
+    title = re.search(r"^HloModule ([^\s,]+)", head, re.MULTILINE)
+    return Module(title[1] if title else "", head, computations, tuple(skipped))
 
 
 # `ROOT %name = shape opcode(operands), ...`; the shape may be a tuple and have a layout such

@@ -32,9 +32,6 @@ class _Contents(NamedTuple):
     channels: Counter[str]  # the number of instructions of each collective, by channel
 
 
-_CHANNEL = re.compile(r"channel_id=(\d+)")
-
-
 class Scheduled(NamedTuple):
     """What the device does while one run of a collective is in progress."""
 
@@ -254,8 +251,7 @@ def _is_collective(instruction: Instruction) -> bool:
 
 def _channel(instruction: Instruction) -> str:
     """Returns what all instructions of one collective have in common: its channel, or its name."""
-    channel = _CHANNEL.search(instruction.rest)
-    return instruction.name if channel is None else channel[1]
+    return instruction.attributes.get("channel_id", instruction.name)
 
 
 def _all_reached(start: str, edges: Mapping[str, Iterable[str]]) -> set[str]:

@@ -119,20 +119,16 @@ def variants_of(
     return variants
 
 
-def microbatches_of(variant: Variant) -> int:
-    """Returns the value of the step's parameter ``microbatches``; 1 if it has no such number.
+def microbatches_of(variant: Variant, default: int = 1) -> int:
+    """Returns the value of the step's parameter ``microbatches``, if it is a number of them.
 
-    The parameter is taken to be the ``steps`` of `accumulate_gradients`.
+    The parameter is taken to be the ``steps`` of `accumulate_gradients`. Without such a number, the
+    result is ``default``.
     """
-    return _count_of(variant) or 1
-
-
-def _count_of(variant: Variant) -> int:
-    """Returns the value of the step's parameter ``microbatches``; 0 if it has no such number."""
     # ``fun`` has the chosen value as the default of its parameter.
     value: Any = getattr(_parameters(variant.fun).get("microbatches"), "default", None)
     # `type` leaves out True, which counts as 1.
-    return value if type(value) is int and value > 0 else 0
+    return value if type(value) is int and value > 0 else default
 
 
 def can_recompute(variant: Variant) -> bool:
@@ -151,7 +147,8 @@ def with_less_memory(variant: Variant, rows: int) -> Iterator[Variant]:
     one with a default: two, four and eight times the default, if this number divides the ``rows``
     of the batch that a device has.
     """
-    default = _count_of(variant)
+    # The default of the parameter; 0 if the step has no such parameter.
+    default = microbatches_of(variant, default=0)
     counts = [default]
     if default and rows and "microbatches" not in variant.chosen:
         larger_counts = [2 * default, 4 * default, 8 * default]
