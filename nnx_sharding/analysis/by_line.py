@@ -21,7 +21,7 @@ from .collectives import MeshAxes, axes_text
 from .json_codec import AsData
 from .opcodes import CollectiveKind
 from .parameters import spec_text
-from .tables import Cell, drawn, legend, table, text
+from .tables import Cell, Table, drawn, legend, text
 from .units import bytes_text, count_text, time_text
 
 NO_LINE = "no line of yours"
@@ -163,7 +163,7 @@ class LineTable(AsData):
                     for line in _lines_of(row, most, style):
                         # Without a profile, the last cell, for measured times, is left out.
                         lines.append(line[: len(header)])
-            yield table(header, lines, numbers=len(figures))
+            yield Table(header, lines, numbers=len(figures))
             yield text("")  # an empty line between the tables
         yield from legend(header, _PHRASES)
         if self.why is not None:

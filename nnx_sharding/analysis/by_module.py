@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 from ..specs.paths import enclosing_paths
 from .json_codec import AsData
 from .names import is_within
-from .tables import Pictured, legend, table, text
+from .tables import Pictured, Table, legend, text
 from .units import all_known, bytes_text, count_text, time_text
 
 MemoryUse: TypeAlias = Literal[
@@ -97,7 +97,7 @@ class MemoryOverTime(tuple[Phase, ...], Pictured):
             phase = max(self[start : start + step], key=lambda phase: phase.bytes)
             bar = text("█" * round(_BAR_WIDTH * phase.bytes / largest))
             rows.append((_pass(phase.path, phase.backward), bar, bytes_text(phase.bytes)))
-        yield table(("memory over time", "", "in use"), rows, numbers=1)
+        yield Table(("memory over time", "", "in use"), rows, numbers=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +260,7 @@ class ModuleTable(AsData):
                 line.append(time_text(row.measured))
             lines.append(line)
         # 40 rows are enough for a look; `at_depth` joins modules of larger models.
-        yield table(names + figures, lines, numbers=len(figures), most=40)
+        yield Table(names + figures, lines, numbers=len(figures), most=40)
         yield from legend(names + figures, _PHRASES)
 
 

@@ -38,7 +38,7 @@ from .overlap import Overlap, Scheduled
 from .parameters import ParameterRow
 from .purposes import Purpose, Use, uses_of
 from .slices import Placed, Position, groups_between, groups_within, positions_of
-from .tables import Pictured, table, text
+from .tables import Pictured, Table, text
 from .units import bytes_text, printable
 from .values import Located, Value
 
@@ -264,7 +264,7 @@ class Collectives(tuple[Collective, ...], Pictured):
         if not self:
             yield text("no collectives")
             return
-        yield table(_HEADER, _counted_rows(Counter(map(_row, self))))
+        yield Table(_HEADER, _counted_rows(Counter(map(_row, self))))
         line = f"sent by one device in one call: {bytes_text(self.bytes_sent)}"
         if self.bytes_sent is None:
             line += ", as a loop is of unknown length"

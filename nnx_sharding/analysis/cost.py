@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from .opcodes import CALLBACK, MARKERS
-from .tables import Pictured, table, text
+from .tables import Pictured, Table, text
 from .units import bytes_text, count_text
 
 LOWERED = "before optimisation, all devices"
@@ -85,7 +85,7 @@ class Cost(Pictured):
             ("bytes accessed", bytes_text(self.bytes_accessed)),
             ("transcendentals", count_text(self.transcendentals)),
         ]
-        yield table((f"cost {self.stage}", ""), rows, numbers=1)
+        yield Table((f"cost {self.stage}", ""), rows, numbers=1)
         if self.why:
             yield text(f"unknown: {self.why}", "yellow")
         if self.host_bytes:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .json_codec import JsonForm
-from .tables import table, text
+from .tables import Table, text
 from .units import UNKNOWN, bytes_text, count_text, time_text
 
 
@@ -94,7 +94,7 @@ class Hardware(JsonForm):
                 unit = name.rpartition("_")[2]  # "memory_bandwidth" → "bandwidth"
                 to_text = _TO_TEXT.get(unit, str)
                 rows.append((name, UNKNOWN if figure is None else to_text(figure), source))
-        yield table(("figure", "value", "source"), rows)
+        yield Table(("figure", "value", "source"), rows)
 
     def _parts(self) -> dict[str, Any]:
         """Returns the data for JSON, which has no infinity: None stands for it."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .by_module import ModuleTable
 from .json_codec import UNWRITTEN
-from .tables import Pictured, table, text
+from .tables import Pictured, Table, text
 from .units import bytes_text
 
 
@@ -80,7 +80,7 @@ class Memory(Pictured):
             (name.replace("_", " "), text("█" * round(24 * size / most), "blue"), bytes_text(size))
             for name, size in known.items()
         ]
-        yield table(("memory of each device", "", ""), rows or [("unknown", "", "")], numbers=1)
+        yield Table(("memory of each device", "", ""), rows or [("unknown", "", "")], numbers=1)
         if self.by_module is not None:
             yield text(self.by_module().summary())
 

@@ -19,7 +19,7 @@ from ..specs.fitting import axes_of, pad_entries, with_entries
 from ..specs.paths import Path, path_string
 from .json_codec import UNWRITTEN
 from .memory import array_bytes
-from .tables import Pictured, axis_styles, drawn, table, text
+from .tables import Pictured, Table, axis_styles, drawn, text
 from .units import bytes_text
 
 
@@ -113,7 +113,7 @@ class ParameterTable(list[ParameterRow], Pictured):
     def __str__(self) -> str:
         sums = sum(row.bytes_per_device for row in self), sum(row.bytes_total for row in self)
         footer = ("total", "", "", "", "", *map(str, sums))
-        return drawn(table(HEADER, map(cells, self), numbers=2, footer=footer))
+        return drawn(Table(HEADER, map(cells, self), numbers=2, footer=footer))
 
 
 def parameter_table(tree: Any) -> ParameterTable:
@@ -207,7 +207,7 @@ def rows_table(rows: Sequence[ParameterRow], width: int, most: int = 200) -> Any
     if width < 100:  # The column of the shard shape, the fifth one, is left out.
         header, footer = ([*line[:4], *line[5:]] for line in (header, footer))
         body = [[*line[:4], *line[5:]] for line in body]
-    return table(header, body, numbers=2, footer=footer, most=most)
+    return Table(header, body, numbers=2, footer=footer, most=most)
 
 
 def spec_styles(rows: Iterable[Any]) -> dict[str, str]:
@@ -468,4 +468,4 @@ def activations_table(rows: Iterable[ActivationRow], most: int = 200) -> Any:
         )
         for row in rows
     )
-    return table(_HEADER, lines, numbers=2, most=most)  # the last two columns are numbers
+    return Table(_HEADER, lines, numbers=2, most=most)  # the last two columns are numbers

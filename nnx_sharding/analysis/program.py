@@ -30,7 +30,7 @@ from .meshes import MeshDescription
 from .parameters import ActivationRow, ParameterRow, activations_table, mesh_of, rows_table
 from .reasons import Reason
 from .roofline import Roofline, cpu_caveat, roofline_of
-from .tables import axis_styles, table, text
+from .tables import Table, axis_styles, text
 from .units import bytes_text, time_text
 
 
@@ -174,7 +174,7 @@ class ProgramReport(JsonForm):
             for (kind, axes), (number, sent) in self.collectives.totals().items()
         ]
         total = ("total", "", str(len(self.collectives)), bytes_text(self.collectives.bytes_sent))
-        return table(("collectives", "axes", "count", "sent"), rows, numbers=2, footer=total)
+        return Table(("collectives", "axes", "count", "sent"), rows, numbers=2, footer=total)
 
 
 def describe(

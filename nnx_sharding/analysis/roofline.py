@@ -18,7 +18,7 @@ from .collectives import Collective, Collectives, axes_text
 from .cost import Cost, Operation
 from .hardware import Hardware, hardware_of
 from .meshes import MeshDescription
-from .tables import Pictured, legend, table, text
+from .tables import Pictured, Table, legend, text
 from .traffic import Traffic, Transfer, interconnect_seconds, traffic_of, transfers_of
 from .units import UNKNOWN, all_known, bytes_text, count_text, printable, time_text
 
@@ -205,7 +205,7 @@ class Roofline(Pictured):
             links.append((row.links, axes_text(row.axes), *figures))
         if links:
             yield ""  # an empty line
-            yield table(("links", "axes", "bandwidth", "sent", "time"), links, numbers=3)
+            yield Table(("links", "axes", "bandwidth", "sent", "time"), links, numbers=3)
         rows: list[tuple[str, ...]] = []
         for hidden in self.hidden or ():
             # "jit(step)/model/up/dot_general" → "up/dot_general"
@@ -218,7 +218,7 @@ class Roofline(Pictured):
             yield ""  # an empty line
             yield text(f"{share} can hide behind compute, each collective alone:")
             header = ("hidden", "of", "behind", "sent in", "compute", "share")
-            yield table(header, rows, numbers=3)
+            yield Table(header, rows, numbers=3)
             yield from legend(header, _PHRASES)
 
     def __str__(self) -> str:

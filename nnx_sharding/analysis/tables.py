@@ -27,7 +27,7 @@ class Pictured:
     """An object that rich draws for ``print``, its own consoles and notebooks.
 
     A subclass defines only ``_pictures``, which yields what to draw from top to bottom: texts
-    (`text`), tables (`table`) and other objects of this kind.
+    (`text`), tables (`Table`) and other objects of this kind.
     """
 
     __slots__ = ()
@@ -131,9 +131,10 @@ class Table:
         self,
         header: Sequence[Cell],
         rows: Iterable[Sequence[Cell]],
-        numbers: int,
-        footer: Sequence[Cell] | None,
-        most: int | None,
+        *,
+        numbers: int = 0,
+        footer: Sequence[Cell] | None = None,
+        most: int | None = None,
     ):
         """Keeps what is shown.
 
@@ -205,18 +206,6 @@ class Table:
             space = " " * (width - _width(shown))
             cells.append(space + shown if is_number else shown + space)
         return "  ".join(cells)
-
-
-def table(
-    header: Sequence[Cell],
-    rows: Iterable[Sequence[Cell]],
-    *,
-    numbers: int = 0,
-    footer: Sequence[Cell] | None = None,
-    most: int | None = None,
-) -> Table:
-    """Makes a table; the arguments are those of :class:`Table`."""
-    return Table(header, rows, numbers, footer, most)
 
 
 def legend(header: Iterable[Cell], phrases: Mapping[str, str]) -> Iterator[Text]:

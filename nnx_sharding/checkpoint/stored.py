@@ -28,7 +28,7 @@ from jax.sharding import Sharding
 from .._publishing import Identity, drafts, identity
 from ..analysis.json_codec import file_path
 from ..analysis.memory import array_bytes
-from ..analysis.tables import Pictured, table
+from ..analysis.tables import Pictured, Table
 from ..analysis.units import bytes_text
 from ..core.memory import is_keys
 from ..errors import CheckpointError, NoCheckpointError, raise_if_any
@@ -84,7 +84,7 @@ class Contents(tuple[StoredArray, ...], Pictured):
 
     def _pictures(self, width: int) -> Iterable[Any]:
         rows = [(x.path, str(x.shape), str(x.dtype), bytes_text(x.nbytes)) for x in self]
-        yield table(("path", "shape", "dtype", "bytes"), rows, numbers=1)
+        yield Table(("path", "shape", "dtype", "bytes"), rows, numbers=1)
 
 
 def contents(path: str | os.PathLike[str]) -> Contents:

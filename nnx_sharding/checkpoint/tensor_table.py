@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from .._publishing import write_file
 from ..analysis.json_codec import file_path
-from ..analysis.tables import Pictured, table
+from ..analysis.tables import Pictured, Table
 from ..errors import CheckpointError
 from ..specs.types import AnyArray
 from .tensor_names import read_name
@@ -74,7 +74,7 @@ class MatchTable(tuple[Match, ...], Pictured):
             (x.tensor, str(x.shape), x.path or "ignored", str(x.array_shape or ""), x.note)
             for x in self
         ]
-        yield table(("tensor", "shape", "array", "shape", "how"), rows)
+        yield Table(("tensor", "shape", "array", "shape", "how"), rows)
 
 
 class TensorRules(dict[str, Rule]):

@@ -5,7 +5,7 @@ and failures by name. Its properties compute everything else from these: *figure
 at the peak, the strategies that fit, the best strategy by each figure, and the table. Its JSON form
 has the reports themselves, so a comparison that was read from a file can be judged again with
 another limit or other hardware. The method `_pictures` of a class yields the parts of what `print`
-and notebooks show: a `text` in a colour, a `table`, or the `legend` of a table, which says what its
+and notebooks show: a `text` in a colour, a `Table`, or the `legend` of a table, which says what its
 columns are.
 """
 
@@ -26,7 +26,7 @@ from ..analysis.hlo import why_unread
 from ..analysis.json_codec import UNWRITTEN, JsonForm, as_data, file_path, read
 from ..analysis.program import ProgramReport
 from ..analysis.roofline import cpu_caveat
-from ..analysis.tables import legend, table, text
+from ..analysis.tables import Table, legend, text
 from ..analysis.units import UNKNOWN, bytes_text, count_text, read_bytes, time_text
 from ..errors import raise_if_any
 
@@ -314,7 +314,7 @@ class Comparison(JsonForm):
         for path in paths:
             sizes_of_path = [sizes.get(path, 0) for sizes in held.values()]
             rows.append((path_text(path), *map(bytes_text, sizes_of_path)))
-        yield table(("held at the peak", *held), rows, numbers=len(held))
+        yield Table(("held at the peak", *held), rows, numbers=len(held))
 
     def _caveats(self) -> list[str]:
         """Lists what is wrong with rooflines of programs that were compiled for CPUs."""
@@ -341,7 +341,7 @@ class Comparison(JsonForm):
             if not _NOTHING.issuperset(str(cell).strip(" *") for cell in cells)
         }
         rows = zip(*names.values(), *distinctive.values(), strict=True)  # columns → rows
-        yield table([*names, *distinctive], rows, numbers=len(distinctive))
+        yield Table([*names, *distinctive], rows, numbers=len(distinctive))
         # One phrase is for all columns of bytes by mesh axes.
         shown = dict.fromkeys(
             "over …" if title.startswith("over ") else title for title in distinctive

@@ -32,7 +32,7 @@ from .. import _compat
 from ..analysis import parameters
 from ..analysis.json_codec import as_data, json_text
 from ..analysis.parameters import ActivationTable, activations_table
-from ..analysis.tables import Pictured, table, text
+from ..analysis.tables import Pictured, Table, text
 from ..analysis.units import printable, without_address
 from ..core.arguments import split_argument
 from ..core.filter_uses import needs_filter
@@ -140,7 +140,7 @@ class ShardingReport(Pictured):
         per_device = sum(row.bytes_per_device for row in self.rows)
         # The footer has a cell for each column: the rule, then `HEADER`, which ends with bytes.
         total = ("", "total", "", "", "", "", str(per_device), str(self.bytes_total))
-        yield table(("rule", *parameters.HEADER), map(_cells, self.rows), numbers=2, footer=total)
+        yield Table(("rule", *parameters.HEADER), map(_cells, self.rows), numbers=2, footer=total)
         sizes = " × ".join(f"{axis!r} ({size})" for axis, size in self.mesh.items())
         yield text(
             f"mesh {sizes or 'unknown'}; fully replicated: {self.replicated_bytes} bytes "

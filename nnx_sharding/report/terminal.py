@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ..analysis.tables import COLOURS, table, text
+from ..analysis.tables import COLOURS, Table, text
 from ..specs.fitting import axes_of, fit_sharding
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _pictures(shape: tuple[int, ...], sharding: Sharding, width: int) -> Iterato
     slices = [f"[{', '.join(f'{start}:{stop}' for start, stop in spans)}]" for spans in cells]
     rows = list(zip(slices, cells.values(), strict=True))
     # At most 512 rows are drawn, and a last row says how many are left out.
-    yield table(("slice", "devices"), rows, most=512)
+    yield Table(("slice", "devices"), rows, most=512)
 
 
 def _cells(held: Mapping[Spans, Sequence[str]]) -> dict[Spans, Text]:
