@@ -268,7 +268,7 @@ class CollectiveReasons:
             instruction = self._module.maker(value)
             if instruction is None or base(instruction.opcode) in ends:
                 return ()
-            return self._module.passed(value) or self._module.operands(value)
+            return self._module.sources(value)
 
         for start in starts:
             for value in itertools.islice(reached(start, computed_from), _MOST_STEPS):
@@ -439,7 +439,11 @@ def _other_parts(collective: Collective) -> list[str]:
 
 
 def _moves(instruction: Instruction) -> bool:
-    """Tells whether an instruction only moves the elements of its first operand."""
+    """Tells whether an instruction only moves the elements of its first operand.
+
+    Collectives that do not sum count as moves, because a reader asks what is computed before and
+    after them. In `moves.py`, only an all-gather does: what other collectives make is a new array.
+    """
     if instruction.opcode in MOVING or instruction.opcode.endswith(("-start", "-done")):
         return True
     return instruction.collective not in (None, "all-reduce", "reduce-scatter")

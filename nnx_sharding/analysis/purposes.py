@@ -671,12 +671,7 @@ class Origins:
 
         A value counts as not constant if `_MAX_STEPS` steps are not enough to find out.
         """
-
-        def computed_from(x: Value) -> list[Value]:
-            """Lists the values that ``x`` is a copy of, or else the operands of its instruction."""
-            return self._module.passed(x) or self._module.operands(x)
-
-        values = [*itertools.islice(reached(value, computed_from), _MAX_STEPS)]
+        values = [*itertools.islice(reached(value, self._module.sources), _MAX_STEPS)]
         if len(values) == _MAX_STEPS:  # There may be more values.
             return False
         makers = filter(None, map(self._module.maker, values))

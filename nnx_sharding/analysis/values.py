@@ -188,6 +188,10 @@ class Values:
         maker = self.maker(value)
         return [Value(value.computation, name) for name in maker.operand_names] if maker else []
 
+    def sources(self, value: Value) -> list[Value]:
+        """Lists the values that a value is a copy of, or else the operands of its instruction."""
+        return self.passed(value) or self.operands(value)
+
     def passed(self, value: Value) -> list[Value]:
         """Returns the values that a value is an unchanged copy of.
 
@@ -367,7 +371,7 @@ class _Counter:
             if maker.opcode not in ("fusion", *_COPIES):
                 is_comparison = maker.opcode == "compare" and len(maker.operand_names) == 2
                 return value if is_comparison else None
-            sources = self._values.passed(value) or self._values.operands(value)
+            sources = self._values.sources(value)
             if not sources:  # Damaged text lacks the sources.
                 return None
             value = sources[0]
