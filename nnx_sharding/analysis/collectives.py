@@ -273,9 +273,13 @@ class Collectives(tuple[Collective, ...], Pictured):
         yield text(line)
 
 
-def axes_text(axes: MeshAxes) -> str:
-    """Writes mesh axes as tables show them: ``data+model``, ``-`` for none, ``?`` if unknown."""
-    return "?" if axes is None else "+".join(axes) or "-"
+def axes_text(axes: MeshAxes, *, words: bool = False) -> str:
+    """Writes mesh axes as tables show them: ``data+model``, ``-`` for none, ``?`` if unknown.
+
+    With ``words``, the latter two are ``no axes`` and ``unknown axes``.
+    """
+    unknown, none = ("unknown axes", "no axes") if words else ("?", "-")
+    return unknown if axes is None else "+".join(axes) or none
 
 
 class _Row(NamedTuple):

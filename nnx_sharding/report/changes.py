@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Self, TypeAlias
 
 from ..analysis.by_module import path_text
-from ..analysis.collectives import Collectives
+from ..analysis.collectives import Collectives, axes_text
 from ..analysis.json_codec import as_data, json_text
 from ..analysis.parameters import ParameterRow, spec_text
 from ..analysis.program import ProgramReport
@@ -63,11 +63,6 @@ class Change:
         if self.name == "outcome":  # `_of_strategy` gives this name to "compiled" or an error.
             return self.after != "compiled"
         return isinstance(self.before, int | float) and self.after is None
-
-    @property
-    def _is_below_digits(self) -> bool:
-        """Whether the figures before and after read the same: 30.8 T and 30.8 T."""
-        return self._text_of(self.before) == self._text_of(self.after)
 
     def __str__(self) -> str:
         growth = ""
@@ -150,7 +145,8 @@ class Changes(tuple[Change, ...], Pictured):
         last_title = None
         unseen: list[str] = []  # the names of figures that read the same before and after
         for change in self:
-            if change._is_below_digits:
+            # The figures may read the same, such as 30.8 T and 30.8 T.
+            if change._text_of(change.before) == change._text_of(change.after):
                 unseen.append(change.name)
                 continue
             title = TITLES[change.kind]
@@ -312,9 +308,9 @@ def _figures(report: ProgramReport) -> dict[Part, dict[str, Value]]:
     # Unknown collectives have no figures, like a program without collectives. The caller,
     # `_of_strategy`, tells the two apart.
     for (kind, axes), (number, sent) in (report.collectives or Collectives()).totals().items():
-        axes_names = "unknown axes" if axes is None else "+".join(axes) or "no axes"
-        collectives[f"{kind} over {axes_names}: number"] = number
-        collectives[f"{kind} over {axes_names}: bytes"] = sent
+        name = f"{kind} over {axes_text(axes, words=True)}"
+        collectives[f"{name}: number"] = number
+        collectives[f"{name}: bytes"] = sent
     roofline: dict[str, Value] = {}
     if report.roofline is not None:
         roofline[f"time on {report.roofline.hardware}"] = report.roofline.estimate

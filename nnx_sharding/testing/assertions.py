@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 from jax.sharding import AbstractMesh, Mesh
 
 from .. import errors
-from ..analysis.collectives import Collective, Collectives
+from ..analysis.collectives import Collective, Collectives, axes_text
 from ..analysis.hlo import parse
 from ..analysis.opcodes import CollectiveKind
 from ..analysis.overlap import Overlap
@@ -549,8 +549,7 @@ def _line(collective: Collective) -> str:
     The text ends with the operation and the line of the user's code, or with the collective's name
     in the program if both are unknown.
     """
-    axes, count = collective.axes, collective.times
-    over = "unknown axes" if axes is None else " and ".join(axes) or "no axes"
+    over, count = axes_text(collective.axes, words=True), collective.times
     if count is None:
         times = ", in a loop of unknown length"
     else:
