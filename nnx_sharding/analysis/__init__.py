@@ -1,6 +1,6 @@
 """What a compiled program costs: memory, operations, collectives, and its roofline."""
 
-from .collectives import collectives_of
+from .compiled_collectives import collectives_of
 from .cost import Cost, cost_of
 from .hardware import HARDWARE, Hardware
 from .memory import memory_of

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from .collectives import Collective, Part, axes_text, file_title, users_frame
+from .collectives import Collective, Part, axes_text
 from .hlo import Module
 from .inferred_specs import spec_of_shard
 from .instructions import Instruction, dims_at
@@ -30,6 +30,7 @@ from .opcodes import COLLECTIVES, MOVING, PRODUCTS, base
 from .parameters import axes_in, shape_text, spec_text
 from .purposes import Purpose
 from .reasons import Reason
+from .source_frames import file_title, users_frame
 from .units import bytes_text
 from .values import Value, reached
 

@@ -158,7 +158,7 @@ class PlaceFinder:
         """Reads the place from the operation of a collective; None if that is unknown.
 
         The collective may have an operation even if its instruction has none, because
-        `collectives.py` looks for the operation around the instruction, too.
+        `compiled_collectives.py` looks for the operation around the instruction, too.
         """
         return self._place_of_operation(collective.operation)
 

@@ -20,9 +20,9 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from .collectives import users_frame
 from .names import module_of
 from .parameters import full_spec
+from .source_frames import users_frame
 
 Line: TypeAlias = tuple[str, int]  # file, line
 Shape: TypeAlias = tuple[int, ...]

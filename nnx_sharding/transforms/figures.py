@@ -23,7 +23,8 @@ from ..analysis.attribution import CompiledProgram, Measured, module_table
 from ..analysis.by_line import LineTable
 from ..analysis.by_module import ModuleTable
 from ..analysis.collective_reasons import CollectiveReasons, Shape
-from ..analysis.collectives import Collective, Collectives, collectives_of, file_title
+from ..analysis.collectives import Collective, Collectives
+from ..analysis.compiled_collectives import collectives_of
 from ..analysis.cost import COMPILED, Cost, cost_of
 from ..analysis.hardware import HARDWARE, Hardware, hardware_of
 from ..analysis.hlo import Module, parse
@@ -38,6 +39,7 @@ from ..analysis.program import ProgramReport, describe, devices_of
 from ..analysis.purposes import rows_of_inputs
 from ..analysis.reasons import Reason
 from ..analysis.roofline import Roofline, roofline_of
+from ..analysis.source_frames import file_title
 from ..analysis.traced_values import MadeValue, made_values
 from ..analysis.units import bytes_text
 from ..analysis.work import with_loops

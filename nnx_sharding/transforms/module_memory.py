@@ -24,7 +24,7 @@ from .. import _compat
 from ..activations.calls import Recorder
 from ..analysis.attribution import CompiledProgram, Measured
 from ..analysis.buffers import Buffers, read_buffers
-from ..analysis.collectives import collectives_of
+from ..analysis.compiled_collectives import collectives_of
 from ..analysis.hlo import Module, parse
 from ..analysis.memory import memory_of
 from ..analysis.meshes import MeshDescription
