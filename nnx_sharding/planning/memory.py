@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..analysis.program import ProgramReport
 from ..analysis.units import read_bytes
-from ..report.comparison import Failure, lacks_memory
+from ..report.comparison import Failure
 
 
 class MemoryNeed(NamedTuple):
@@ -37,7 +37,7 @@ def memory_need(report: ProgramReport | Failure, arguments: int) -> MemoryNeed |
       arguments: the predicted bytes of the arguments, which count if there is no report.
     """
     if isinstance(report, Failure):
-        if not lacks_memory(report):
+        if not report.lacks_memory:
             return None
         return _memory_need_of_refused(report.error, arguments)
     memory = report.memory

@@ -45,7 +45,6 @@ from ..report.comparison import (
     Failure,
     SearchInterrupted,
     figure_text,
-    lacks_memory,
 )
 from ..report.compiling import INTERRUPTED, compile_all
 from ..report.strategies import AnyMesh
@@ -194,7 +193,7 @@ class PlanningResult(Pictured):
         figures, report = self.comparison.figures, self.comparison.reports[name]
         if isinstance(report, Failure):
             error = textwrap.shorten(report.error, 300, placeholder=" …")
-            return f"{'does not fit' if lacks_memory(report) else 'failed'}: {error}"
+            return f"{'does not fit' if report.lacks_memory else 'failed'}: {error}"
         if not self.comparison.fits(name):
             limit = bytes_text(self.comparison.memory_limit)
             return f"needs {bytes_text(figures[name]['peak'])} of {limit}"

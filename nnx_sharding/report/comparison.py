@@ -58,14 +58,14 @@ class Failure:
         default=None, repr=False, compare=False, metadata=UNWRITTEN
     )
 
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether the arrays of the program do not fit the memory of a device.
 
-def lacks_memory(failure: Failure) -> bool:
-    """Tells whether a program failed because its arrays do not fit the memory of a device.
-
-    The answer is False for a kernel that does not fit the scratch memory of a core (VMEM), because
-    recomputed activations and smaller batches do not change what the kernel needs.
-    """
-    return "RESOURCE_EXHAUSTED" in failure.error and not _OF_A_CORE.search(failure.error)
+        False for a kernel that does not fit the scratch memory of a core (VMEM), because recomputed
+        activations and smaller batches do not change what the kernel needs.
+        """
+        return "RESOURCE_EXHAUSTED" in self.error and not _OF_A_CORE.search(self.error)
 
 
 _OF_A_CORE = re.compile(r"CompileTimeScopedVmemOom|memory space [vs]mem\b")
@@ -289,7 +289,7 @@ class Comparison(JsonForm):
         for error, names in names_by_value(errors).items():
             lines = error.splitlines()
             first = lines[0] if lines else ""
-            outcome = "does not fit" if lacks_memory(Failure(error)) else "failed"
+            outcome = "does not fit" if Failure(error).lacks_memory else "failed"
             yield text(f"{_shortened(names)} {outcome}: {first}", "red")
             yield from (text(f"  {line}") for line in lines[1:13])
 
