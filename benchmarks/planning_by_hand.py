@@ -337,8 +337,7 @@ def searched(step: Callable[..., Any], args: tuple[Any, ...], **changes: Any) ->
         for name, parameter in inspect.signature(plan).parameters.items()
         if name in given and parameter.default is not parameter.empty
     }
-    found, _ = prepare(step, args, {}, **(defaults | changes))
-    return found
+    return prepare(step, args, {}, **(defaults | changes))
 
 
 def predict(name: str, one: Published) -> None:

@@ -39,7 +39,10 @@ from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import fsdp, make_mesh, pipeline, replicated, tensor_parallel, zero1
 from nnx_sharding.planning import plan
-from nnx_sharding.planning.candidates import Arguments, Axes, Candidate, strategies_of
+from nnx_sharding.planning.arguments import Arguments
+from nnx_sharding.planning.axes import Axes
+from nnx_sharding.planning.candidates import Candidate
+from nnx_sharding.planning.chains import strategies_of
 from nnx_sharding.planning.memory import memory_need
 from nnx_sharding.planning.plan import PlanningResult
 from nnx_sharding.planning.predictions import predict, products_of

@@ -37,7 +37,7 @@ from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
 from ..errors import command_for, warnings_collected
 from ..partition.mesh import on_topology, planning_mesh
-from ..planning.candidates import OVER_DATA, STYLES, checked_strategies
+from ..planning.chains import OVER_DATA, STYLES, checked_strategies
 from ..planning.plan import PlanningResult, plan
 from ..report.comparison import Comparison, Failure, SearchInterrupted
 from ..report.compiling import attempt

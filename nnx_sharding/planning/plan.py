@@ -48,9 +48,10 @@ from ..report.comparison import (
 )
 from ..report.compiling import INTERRUPTED, compile_all
 from ..report.strategies import AnyMesh
-from .candidates import Candidate, Warned
+from .candidates import Candidate
 from .measuring import Runner, medians, run_in_rounds
 from .prepare import listed_once, prepare
+from .recipes import Warned
 from .remedies import remedies
 from .search import FAILS_ALIKE, Search, is_of_compiler
 

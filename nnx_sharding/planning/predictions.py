@@ -51,7 +51,10 @@ from ..report.sharding import ShardingRow, sharding_rows
 from ..specs.fitting import axes_of, pad_entries, spec_and_mesh
 from ..specs.state_sharding import StateSharding
 from ..transforms.jit import jit
-from .candidates import SHARDING, Arguments, Axes, Candidate, split_name
+from .arguments import Arguments
+from .axes import SHARDING, Axes
+from .candidates import Candidate
+from .chains import split_name
 
 
 class Products(NamedTuple):

@@ -24,16 +24,11 @@ from ..partition.variables import models_unchanged
 from ..report.comparison import names_by_value
 from ..report.compiling import Devices
 from ..report.strategies import AnyMesh
-from .candidates import (
-    Arguments,
-    Axes,
-    applies,
-    check_meshes,
-    checked_strategies,
-    mesh_sizes,
-    strategies_of,
-)
+from .arguments import Arguments
+from .axes import Axes
+from .chains import applies, checked_strategies, strategies_of
 from .measuring import check_devices
+from .mesh_sizes import check_meshes, mesh_sizes
 from .remedies import remedies
 from .search import Search
 from .variants import variants_of

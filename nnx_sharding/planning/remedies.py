@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text
 from ..report.comparison import Failure
-from .candidates import split_name
+from .chains import split_name
 from .predictions import Prediction
 from .search import Needs, Search
 from .variants import can_recompute, microbatches_of

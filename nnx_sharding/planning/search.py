@@ -17,17 +17,14 @@ Communication that compute does not hide is *exposed*.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
-import re
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from ..analysis.hardware import HARDWARE, Hardware
 from ..analysis.program import ProgramReport
@@ -36,34 +33,17 @@ from ..errors import warnings_collected
 from ..report.comparison import Comparison, Failure
 from ..report.compiling import Devices, Lower
 from ..report.strategies import Strategy, lowered
-from ..transforms.jit import jit
-from .candidates import Arguments, Axes, Candidate, Warned, batch_spec, chains, split_name
+from .arguments import Arguments
+from .axes import Axes
+from .candidates import Candidate
+from .chains import batch_spec, chains, split_name
+from .corrections import Corrections, PredictedCandidate
 from .memory import MemoryNeed, memory_need
 from .predictions import Prediction, Products, predict, products_of
+from .recipes import Warned, recipe_text
 from .variants import Variant, microbatches_of, with_less_memory, with_prefetch
 
 FAILS_ALIKE = "fails like others with its strategy, on other meshes"
-
-
-class PredictedCandidate(NamedTuple):
-    """A candidate before it is compiled."""
-
-    candidate: Candidate
-    variant: Variant
-    prediction: Prediction
-    args: tuple[Any, ...]  # the arguments of the step, with the rows of this candidate
-    seconds: dict[str, float]  # resource → predicted seconds that it alone takes
-    exposed: float  # the share of the interconnect's time that compute may not hide
-    least: float | None  # a lower bound of the seconds of a step; None if unknown
-    lower: Lower  # the function that traces and lowers the step
-
-    @property
-    def variant_and_strategy(self) -> tuple[str, str]:
-        """The names of the variant and the strategy.
-
-        The predictions of candidates with equal names are about equally far off.
-        """
-        return self.variant.name, self.candidate.strategy
 
 
 class Needs(NamedTuple):
@@ -349,7 +329,13 @@ class Search:
         by_options = chains(start.strategy, start.sizes, self.axes, arguments, variant.prefetch)
         for options, calls in by_options.items():
             sharded = arguments.shard(calls, mesh, batch, offloaded=variant.offload)
-            recipe = _recipe(mesh, variant, lines=sharded.lines, shardings=sharded.text)
+            recipe = recipe_text(
+                mesh,
+                step=variant.text,
+                options=variant.options,
+                lines=sharded.lines,
+                shardings=sharded.text,
+            )
             shardings = sharded.shardings
             yield options, dataclasses.replace(start, in_shardings=shardings, recipe=recipe)
 
@@ -376,7 +362,7 @@ class Search:
             return None
         # 2. Choose. If nothing fits although half of the programs that may be compiled were
         # started, the candidate with the smallest arguments is next, whatever its time.
-        corrections = _Corrections(self.entries, reports)
+        corrections = Corrections(self.entries, reports)
         by_memory = not is_any_fitting and self._has_started_half
 
         def order(name: str) -> tuple[float, ...]:
@@ -626,147 +612,6 @@ def _growth_in_memory(memory: Any, limit: int) -> int:
     return int(2 ** max(1, int(math.log2(growth))))
 
 
-def _recipe(
-    mesh: Mesh | AbstractMesh, variant: Variant, *, lines: Sequence[str], shardings: str
-) -> str:
-    """Returns the Python code that makes the mesh, the shardings and the step, with its imports.
-
-    Args:
-      variant: the variant, which has the text of the step and the options of ``jit``.
-      shardings: the expression for ``in_shardings``.
-    """
-    types = ""
-    if {*mesh.axis_types} != {AxisType.Explicit}:  # the default of make_mesh
-        kinds = ", ".join(f"AxisType.{kind.name}" for kind in mesh.axis_types)
-        types = f", axis_types=({kinds},)"
-    jit_parameters = inspect.signature(jit).parameters
-    options = "".join(
-        f", {key}={value!r}"
-        for key, value in variant.options.items()
-        if key not in jit_parameters or value != jit_parameters[key].default
-    )
-    head = f"mesh = make_mesh({dict(mesh.shape)}{types})"
-    last = f"step = jit({variant.text}, in_shardings={shardings}, mesh=mesh{options})"
-    code = "\n".join([head, *lines, last])
-    return "\n".join([*_imports(code), code])
-
-
-def _imports(code: str) -> list[str]:
-    """Returns the lines that import what the code of a recipe uses, besides the user's objects."""
-    words = {*re.findall(r"\w+", code)}
-    lines = []
-    if "functools" in words:
-        lines.append("import functools")
-    for module, names in _RECIPE_NAMES.items():
-        used = [text for name, text in names.items() if name in words]
-        if used:
-            lines.append(f"from {module} import {', '.join(used)}")
-    return lines
-
-
-# Module → the names in recipes, and how they are imported.
-_RECIPE_NAMES: dict[str, dict[str, str]] = {
-    "jax.sharding": {"AxisType": "AxisType", "P": "PartitionSpec as P"},
-    "nnx_sharding": {
-        name: name
-        for name in (
-            "fsdp",
-            "jit",
-            "make_mesh",
-            "pipeline",
-            "replicated",
-            "tensor_parallel",
-            "zero1",
-        )
-    },
-    "nnx_sharding.experimental": {name: name for name in ("context_parallel", "expert_parallel")},
-    "nnx_sharding.planning.variants": {"with_remat": "with_remat"},
-    "nnx_sharding.training": {"offload": "offload"},
-}
-
-
 def is_of_compiler(failure: Failure) -> bool:
     """Reports whether the compiler failed, and not the step or a strategy."""
     return isinstance(failure.exception, jax.errors.JaxRuntimeError)
-
-
-class _Corrections:
-    """Corrects predictions by how far the predictions of compiled programs were off.
-
-    The predicted time of each resource is multiplied by the mean ratio of compiled to predicted
-    times. The mean is over the candidates with the same variant and strategy; if none of these was
-    compiled, over the candidates with the same variant; else over all (`_groups`). The share of
-    communication that is exposed is the mean over the same candidates.
-
-    The predicted bytes are increased by the least that any candidate of the variant needed besides
-    its arguments. A mean would take some candidates that fit for candidates that do not.
-
-    Args:
-      entries: name → candidate, for all candidates.
-      reports: name → the report, for the candidates that were compiled so far.
-
-    Attributes:
-      _bytes: the name of a variant → the least bytes that a candidate of this variant needed
-        besides its arguments. A variant without a compiled candidate is missing.
-      _mean_ratios: group of candidates → resource → the mean ratio of compiled to predicted time.
-      _mean_shares: group of candidates → the mean share of communication that was exposed.
-    """
-
-    def __init__(
-        self,
-        entries: Mapping[str, PredictedCandidate],
-        reports: Mapping[str, ProgramReport | Failure],
-    ):
-        """Compares the reports of compiled programs with their predictions."""
-        self._bytes: dict[str, int] = {}
-        # Group of candidates → resource → the ratios of its members. A candidate belongs to three
-        # groups (`_groups`).
-        ratios: defaultdict[tuple[str, ...], defaultdict[str, list[float]]]
-        ratios = defaultdict(lambda: defaultdict(list))
-        # Group of candidates → the shares of communication that were exposed.
-        shares: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
-        for name, report in reports.items():
-            entry = entries[name]
-            memory = memory_need(report, entry.prediction.arguments)
-            if memory is not None and memory.rest is not None:
-                variant = entry.variant.name
-                self._bytes[variant] = min(self._bytes.get(variant, memory.rest), memory.rest)
-            roofline = None if isinstance(report, Failure) else report.roofline
-            if roofline is None:
-                continue
-            for group in _groups(entry):
-                # Resources without a time are left out, because their ratio is 0 or undefined.
-                for resource, seconds in roofline.times.items():
-                    if seconds and entry.seconds[resource]:
-                        ratios[group][resource].append(seconds / entry.seconds[resource])
-                if roofline.interconnect_s and roofline.exposed_s is not None:
-                    shares[group].append(roofline.exposed_s / roofline.interconnect_s)
-        self._mean_ratios = {
-            group: {resource: statistics.geometric_mean(x) for resource, x in by_resource.items()}
-            for group, by_resource in ratios.items()
-        }
-        # This is an arithmetic mean because shares may be 0, for which no geometric mean exists.
-        self._mean_shares = {group: statistics.fmean(x) for group, x in shares.items()}
-
-    def bytes(self, entry: PredictedCandidate) -> int:
-        """Returns the bytes that a candidate needs at least besides its arguments."""
-        return self._bytes.get(entry.variant.name, 0)
-
-    def seconds(self, entry: PredictedCandidate) -> tuple[float, float]:
-        """Returns the corrected seconds of a step, and the sum of the seconds of its resources."""
-        # `group` is the smallest group of this candidate in which some program was compiled.
-        compiled_groups = self._mean_ratios.keys() | self._mean_shares.keys()
-        group = next((group for group in _groups(entry) if group in compiled_groups), ())
-        ratios = self._mean_ratios.get(group, {})
-        times = {name: time * ratios.get(name, 1.0) for name, time in entry.seconds.items()}
-        exposed = times["interconnect"] * self._mean_shares.get(group, entry.exposed)
-        # A step takes as long as its slowest resource. If the slowest resource is not the
-        # interconnect, the step also waits for the exposed communication.
-        step = max(times["interconnect"], max(times["compute"], times["memory"]) + exposed)
-        return step, sum(times.values())
-
-
-def _groups(entry: PredictedCandidate) -> list[tuple[str, ...]]:
-    """Lists the groups of a candidate, smallest first: (variant, strategy), (variant,), ()."""
-    variant, strategy = entry.variant_and_strategy
-    return [(variant, strategy), (variant,), ()]

@@ -24,7 +24,7 @@ from ..activations.variables import modules_in
 from ..report.strategies import abstract_of, unwrapped
 from ..transforms.remat import Policy
 from ..transforms.stack import Stack, hashable_policy
-from .candidates import Arguments
+from .arguments import Arguments
 
 T = TypeVar("T")
 
