@@ -166,10 +166,9 @@ def _environment(
       rank: the number of the process, from 0.
       coordinator: the address at which the first process waits for the others.
     """
-    # JAX would take rank and size from Open MPI before it looks for Slurm, and the number of
-    # devices from JAX_NUM_CPU_DEVICES as well as from XLA_FLAGS.
-    hidden = "OMPI_", "JAX_NUM_CPU_DEVICES"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    variables = with_virtual_cpus(devices)  # other platforms ignore this
+    # JAX would take rank and size from Open MPI before it looks for Slurm.
+    kept = {name: value for name, value in variables.items() if not name.startswith("OMPI_")}
     # Any job number will do. Within a real job its number is kept, because programs may use it.
     return {"SLURM_JOB_ID": "0", **kept} | {
         "JAX_COORDINATOR_ADDRESS": coordinator,
@@ -181,15 +180,17 @@ def _environment(
         "SLURM_NTASKS": str(processes),
         "SLURM_PROCID": str(rank),
         "SLURM_STEP_NODELIST": "localhost",
-        "XLA_FLAGS": virtual_cpu_flags(devices),  # other platforms ignore this one
     }
 
 
-def virtual_cpu_flags(devices: int) -> str:
-    """Returns this process's ``XLA_FLAGS`` for another number of virtual CPU devices."""
+def with_virtual_cpus(devices: int) -> dict[str, str]:
+    """Returns this process's environment for another number of virtual CPU devices."""
+    # This variable has another number of devices, which competes with that in XLA_FLAGS.
+    hidden = "JAX_NUM_CPU_DEVICES"
+    kept = {name: value for name, value in os.environ.items() if name != hidden}
     option = "--xla_force_host_platform_device_count"
     flags = re.sub(rf"{option}=\S*", "", os.environ.get("XLA_FLAGS", ""))
-    return f"{flags} {option}={devices}"
+    return kept | {"XLA_FLAGS": f"{flags} {option}={devices}"}
 
 
 def _thread(function: Callable[..., None], *args: Any) -> threading.Thread:

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 from ..diagnostics.progress import QUIET, progress
 from ..partition.mesh import make_mesh
-from .launcher import virtual_cpu_flags
+from .launcher import with_virtual_cpus
 
 # Without cloudpickle, only functions that can be imported by name can be sent.
 _HAS_CLOUDPICKLE = importlib.util.find_spec("cloudpickle") is not None
@@ -68,15 +68,12 @@ def call_with_devices(count: int, function: Callable[..., None], *args: Any, **k
 
 def _environment(count: int) -> dict[str, str]:
     """Returns the variables of a process with virtual devices, which prints no line of XLA."""
-    hidden = "JAX_NUM_CPU_DEVICES"  # another number of devices, which competes with XLA_FLAGS
-    kept = {name: value for name, value in os.environ.items() if name != hidden}
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return kept | {
+    return with_virtual_cpus(count) | {
         "JAX_PLATFORMS": "cpu",
         QUIET: "1",  # the new process shows no progress, because this one does
         "PYTHONPATH": paths,  # tests import modules from their own folder
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        "XLA_FLAGS": virtual_cpu_flags(count),
     }
 
 
