@@ -20,7 +20,7 @@ from nnx_sharding import StateSharding, jit
 from nnx_sharding.compat.datarax import ArraySharder, SharderModuleConfig
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.placement import place
-from zoo import mesh_of
+from zoo import fails, mesh_of
 
 TRACES = logging.getLogger("traces")
 MESH = mesh_of((2, 4), ("data", "model"))
@@ -45,17 +45,6 @@ def make_sharder(**options):
 
 def stats(x):
     return {"mean": x.mean(0), "count": jnp.asarray(x.shape[0])}
-
-
-@contextlib.contextmanager
-def fails(error, *parts):
-    """An error whose message has all of these, in this order."""
-    with pytest.raises(error) as caught:
-        yield
-    text = str(caught.value)
-    for part in parts:
-        assert part in text, str(caught.value)
-        text = text.partition(part)[2]
 
 
 class ShardTest(parameterized.TestCase):

@@ -35,7 +35,7 @@ from nnx_sharding import (
 )
 from nnx_sharding.errors import NoMeshError, UnshardedWarning
 from nnx_sharding.partition import fsdp, tensor_parallel
-from zoo import MLP, Net, Normed, P, assert_same_state, mesh_of, mlp_specs
+from zoo import MLP, Net, Normed, P, assert_same_state, fails, mesh_of, mlp_specs
 
 SHAPE, NAMES = (2, 4), ("data", "model")
 EXPLICIT = mesh_of(SHAPE, NAMES, "explicit")
@@ -75,14 +75,6 @@ def assert_alike(ours, theirs):
     assert ours[0] == theirs[0]
     for a, b in zip(jax.tree.leaves(ours[1]), jax.tree.leaves(theirs[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-@contextlib.contextmanager
-def fails(error, *parts):
-    with pytest.raises(error) as caught:
-        yield
-    for part in parts:
-        assert part in str(caught.value), str(caught.value)
 
 
 class ReshardTest(parameterized.TestCase):

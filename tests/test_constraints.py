@@ -25,7 +25,7 @@ from nnx_sharding.compat.eformer import NoContextMeshError
 from nnx_sharding.compat.eformer import with_sharding_constraint as constrain
 from nnx_sharding.errors import CorrectedSpecWarning, NoMeshError, StrictError, UnusedFilterWarning
 from nnx_sharding.partition import make_mesh
-from zoo import MLP, mesh_of, mlp_specs
+from zoo import MLP, compilations, fails, mesh_of, mlp_specs
 
 U = P.UNCONSTRAINED
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -52,17 +52,6 @@ def legacy(mesh):
         mesh.__exit__(None, None, None)
 
 
-@contextlib.contextmanager
-def fails(error, *parts):
-    """An error whose message has all of these, in this order."""
-    with pytest.raises(error) as caught:
-        yield
-    text = str(caught.value)
-    for part in parts:
-        assert part in text, str(caught.value)
-        text = text.partition(part)[2]
-
-
 def ones(*shape):
     return jnp.arange(float(np.prod(shape))).reshape(shape)
 
@@ -74,19 +63,6 @@ def put(x, spec, mesh=MESH):
 def placed(x, spec, mesh=MESH) -> bool:
     x = x.get_raw_value() if isinstance(x, nnx.Variable) else x
     return x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
-
-
-@contextlib.contextmanager
-def programs():
-    """Counts the programs that are compiled."""
-    found: list[str] = []
-
-    def listen(event, duration, **_):
-        found.extend([event] * (event == "/jax/core/compile/backend_compile_duration"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 class MakeMeshTest(parameterized.TestCase):
@@ -612,7 +588,7 @@ class ShardAndGatherTest(parameterized.TestCase):
     def test_a_tree_is_gathered_array_by_array(self):
         _, gather = c.make_shard_and_gather_fns(P("a"), MESH)
         given = {"x": put(ones(8), P("a")), "n": np.ones(8), "s": "text", "v": nnx.Param(ones(8))}
-        with programs() as compiled:
+        with compilations() as compiled:
             full = gather(given)
         assert not compiled and full["s"] == "text"  # parts in host memory need no program
         assert all(type(full[key]) is np.ndarray for key in "xn")

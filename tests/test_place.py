@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 
@@ -21,7 +20,7 @@ from nnx_sharding import StateSharding, jit
 from nnx_sharding.errors import CorrectedSpecWarning, NoMeshError, StrictError, UnusedFilterWarning
 from nnx_sharding.partition import with_sharding_constraint
 from nnx_sharding.placement import place
-from zoo import MLP, mesh_of, mlp_specs, numbers
+from zoo import MLP, compilations, fails, mesh_of, mlp_specs, numbers
 
 DEVICES = np.array(jax.devices())
 MESH = mesh_of((2, 4), ("data", "model"))
@@ -70,30 +69,6 @@ ROWS = {
 
 def source(name):
     return np.array(VALUE) if name == "numpy" else jax.device_put(np.array(VALUE), PLACES[name])
-
-
-@contextlib.contextmanager
-def programs():
-    """Counts the programs that are compiled."""
-    found: list[str] = []
-
-    def listen(event, duration, **_):
-        found.extend([event] * (event == "/jax/core/compile/backend_compile_duration"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
-@contextlib.contextmanager
-def fails(error, *parts):
-    """An error whose message has all of these, in this order."""
-    with pytest.raises(error) as caught:
-        yield
-    text = str(caught.value)
-    for part in parts:
-        assert part in text, str(caught.value)
-        text = text.partition(part)[2]
 
 
 def shards(x):
@@ -281,7 +256,7 @@ class CountTest(parameterized.TestCase):
         # Shapes of its own, so that nothing is compiled yet.
         shapes = [(8, 8 * n) for n in range(11, 16)]
         tree = {n: np.ones(shape, np.float32) for n, shape in enumerate(shapes)}
-        with programs() as compiled:
+        with compilations() as compiled:
             tree = place(tree, P("data", "model"), MESH)
             assert len(compiled) == 0
             place(tree, P("model", "data"), MESH, copy=True)
@@ -296,7 +271,7 @@ class CountTest(parameterized.TestCase):
             assert len(compiled) == 2
             place(tree, PLACES["host, transposed"], donate=True)
             assert len(compiled) == 3
-        with programs() as compiled:
+        with compilations() as compiled:
             place({n: np.ones(shape, np.float32) for n, shape in enumerate(shapes)}, TARGET)
             again = {n: jax.device_put(np.ones(s, np.float32), TARGET) for n, s in tree_items(tree)}
             place(again, P("model", "data"), MESH)
@@ -314,7 +289,7 @@ class CountTest(parameterized.TestCase):
     def test_placed_arrays_are_not_moved(self):
         model = place(MLP(), mlp_specs(), MESH)
         before = values_of(model)
-        with programs() as compiled:
+        with compilations() as compiled:
             place(model, mlp_specs(), MESH)
         after = values_of(model)
         assert compiled == [] and all(after[path] is x for path, x in before.items())
@@ -561,7 +536,7 @@ class OthersTest(parameterized.TestCase):
 
     def test_constraints_move_between_devices(self):
         x = jax.device_put(VALUE, PLACES["first half"])
-        with programs() as compiled:
+        with compilations() as compiled:
             y = with_sharding_constraint(x, PLACES["reversed"])
         assert compiled == [] and y.sharding.is_equivalent_to(PLACES["reversed"], 2)
 

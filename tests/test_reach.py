@@ -39,6 +39,7 @@ import nnx_sharding
 from nnx_sharding import Carry
 from nnx_sharding.core.fingerprint import fingerprint_of
 from nnx_sharding.transforms import by_content
+from zoo import compilations
 
 # Ways: each is a generator function. It yields a function of an argument `layer` and a number x,
 # and is then sent one value after the other, with which that function multiplies x.
@@ -1373,25 +1374,6 @@ def self_logs():
 TRACES = logging.getLogger("traces of functions")
 
 
-def compilations(run, values):
-    """How many programs are compiled for a function of x that captures what `values` yields."""
-    count = [0]
-
-    def listen(event, duration, **_):
-        count[0] += "backend_compile" in event
-
-    results = []
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        for value in values:
-            before = count[0]
-            results.append(jax.block_until_ready(run(value)))
-            count.append(count[0] - before)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    return results, count[1:]
-
-
 def captures_a_module():
     """Returns a function of a module that it captures, and what sets that module's factor."""
     dense = Layer(1.0)
@@ -1427,8 +1409,12 @@ def test_compiled_once_for_all_values_that_are_captured(transform, make):
 
     x = jnp.float32(0.5)
     factors = [jnp.float32(i) for i in range(5)]
+    results, counts = [], []
     with configurations.without_cache():
-        results, counts = compilations(call, factors)
+        for factor in factors:
+            with compilations() as compiled:
+                results.append(jax.block_until_ready(call(factor)))
+            counts.append(len(compiled))
     np.testing.assert_allclose(results, jnp.tanh(jnp.arange(5) * 0.5), rtol=1e-6)
     assert counts[2:] == [0, 0, 0], counts
 

@@ -23,6 +23,7 @@ from zoo import (
     P,
     assert_same,
     assert_same_state,
+    compilations,
     mesh_of,
     mlp_specs,
     values,
@@ -561,14 +562,7 @@ class AheadOfTimeTest(parameterized.TestCase):
 
     def setUp(self):
         super().setUp()
-        self.compiled = []
-
-        def listen(event, _, fun_name="", **__):
-            if event == "/jax/core/compile/backend_compile_duration":
-                self.compiled.append(fun_name)
-
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        self.addCleanup(jax.monitoring.unregister_event_duration_listener, listen)
+        self.compiled = self.enterContext(compilations())
 
     @parameterized.product(
         kind=(jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit),

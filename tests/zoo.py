@@ -7,12 +7,14 @@ gives on one device: :func:`assert_trains_alike`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -335,6 +337,33 @@ def pointers(x):
         return tuple(s.data.unsafe_buffer_pointer() for s in x.addressable_shards)
     flat = nnx.to_flat_state(nnx.state(x))
     return {path: pointers(v.get_raw_value()) for path, v in flat}
+
+
+@contextlib.contextmanager
+def fails(error, *parts):
+    """An error whose message has all of these, in this order."""
+    with pytest.raises(error) as caught:
+        yield
+    text = str(caught.value)
+    for part in parts:
+        assert part in text, str(caught.value)
+        text = text.partition(part)[2]
+
+
+@contextlib.contextmanager
+def compilations():
+    """The names of the functions that JAX compiles meanwhile, or gets from its persistent cache."""
+    names = []
+
+    def listen(event, duration, *, fun_name="", **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 # fmt: off
