@@ -41,14 +41,8 @@ class Layer(nnx.Module):
         return x + self.down(hidden)
 
 
-class List(nnx.Module):
-    def __init__(self, rngs):
-        self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def sequential(rngs):
+    return nnx.Sequential(*(Layer(rngs) for _ in range(LAYERS)))
 
 
 class Stacked(nnx.Module):
@@ -81,11 +75,11 @@ def traced(make, axis_type, sizes=None, fun=None):
 
 
 CASES = {
-    "auto": lambda: traced(List, AxisType.Auto).lower(),
-    "explicit": lambda: traced(List, AxisType.Explicit).lower(),
+    "auto": lambda: traced(sequential, AxisType.Auto).lower(),
+    "explicit": lambda: traced(sequential, AxisType.Explicit).lower(),
     "stack": lambda: traced(Stacked, AxisType.Auto).lower(),
     "stack, explicit": lambda: traced(Stacked, AxisType.Explicit).lower(),
-    "one device": lambda: jit(loss).lower(List(nnx.Rngs(0)), jnp.ones((ROWS, WIDTH))),
+    "one device": lambda: jit(loss).lower(sequential(nnx.Rngs(0)), jnp.ones((ROWS, WIDTH))),
     **{name: PROGRAMS[name] for name in PROGRAMS if name != "mlp"},
 }
 SLOW = {*PROGRAMS, "stack, explicit"}
@@ -171,7 +165,7 @@ def test_types_of_a_trace_on_explicit_axes():
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_types_of_a_trace_of_layers_on_auto_axes(axis_type):
     """The strategy runs layers on Auto axes in any case."""
-    table = traced(List, axis_type).by_line()
+    table = traced(sequential, axis_type).by_line()
     [row] = [x for x in table.rows if x.line == lines_of("self.up(x)")]
     # But for what the strategy constrains: FSDP's gathered kernel, and the batch of activations.
     specs = {kind.shape: kind.spec for kind in row.types if not kind.backward and kind.spec}
@@ -350,7 +344,7 @@ def test_measured_times_by_module(tmp_path, is_sharded):
 def test_specs_where_shapes_do_not_say_them():
     """Axes of one size, and several shapes of one rank: known from the sharding of each value."""
     mesh = make_mesh({"data": 2, "model": 2}, axis_types=AxisType.Auto, devices=jax.devices()[:4])
-    model = nnx.eval_shape(lambda: List(nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: sequential(nnx.Rngs(0)))
     shardings = tensor_parallel(model, mesh=mesh), P("data")
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     table = jit(loss, in_shardings=shardings, mesh=mesh).lower(model, x).compile().by_line()

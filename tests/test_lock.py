@@ -39,14 +39,8 @@ class Layer(nnx.Module):
         return x + self.down(hidden)
 
 
-class Layers(nnx.Module):
-    def __init__(self, rngs, is_gathering=False, count=3):
-        self.layers = nnx.List(Layer(rngs, is_gathering) for _ in range(count))
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def layers(rngs, is_gathering=False, count=3):
+    return nnx.Sequential(*(Layer(rngs, is_gathering) for _ in range(count)))
 
 
 def loss(model, x):
@@ -55,7 +49,7 @@ def loss(model, x):
 
 def compiled(strategy=True, rows=ROWS, **options):
     mesh = make_mesh({"data": 4}, axis_types=AxisType.Auto, devices=jax.devices()[:4])
-    model = nnx.eval_shape(lambda: Layers(nnx.Rngs(0), **options))
+    model = nnx.eval_shape(lambda: layers(nnx.Rngs(0), **options))
     sharding = fsdp(model, mesh=mesh, min_size=0) if strategy else None
     fun = jit(value_and_grad(loss), in_shardings=(sharding, P("data")), mesh=mesh)
     return fun.lower(model, jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)).compile()
@@ -158,7 +152,7 @@ def test_the_headline_names_what_differs(report, lock):
 def test_rules(tmp_path):
     """A rule that decides instead of another is named, also where the spec is the same."""
     mesh = make_mesh({"data": 4}, axis_types=AxisType.Auto, devices=jax.devices()[:4])
-    model = nnx.eval_shape(lambda: Layers(nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: layers(nnx.Rngs(0)))
     x, path = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), tmp_path / "step.lock"
 
     def step(sharding):
@@ -199,7 +193,7 @@ ROLES = {
 
 def test_what_strategies_shard():
     mesh = make_mesh({"data": 2, "model": 2}, axis_types=AxisType.Auto, devices=jax.devices()[:4])
-    model = nnx.eval_shape(lambda: Layers(nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: layers(nnx.Rngs(0)))
     sharding = fsdp(model, mesh=mesh, min_size=0, base=tensor_parallel(model, mesh=mesh))
     fun = jit(loss, in_shardings=(sharding, P("data")), mesh=mesh)
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)

@@ -36,27 +36,16 @@ from nnx_sharding.partition import (
     with_sharding_constraint,
 )
 from nnx_sharding.report import compare
-from zoo import assert_close, run_layers
+from zoo import Residual, assert_close, run_layers
 
 STAGES = AbstractMesh((4,), ("stage",))
-
-
-class Block(nnx.Module):
-    def __init__(self, features: int, *, rngs: nnx.Rngs):
-        self.norm = nnx.BatchNorm(features, rngs=rngs)
-        self.up = nnx.Linear(features, 2 * features, rngs=rngs)
-        self.down = nnx.Linear(2 * features, features, rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-
-    def __call__(self, x, scale=1.0):
-        return x + scale * self.dropout(self.down(nnx.gelu(self.up(self.norm(x)))))
 
 
 class Model(nnx.Module):
     def __init__(self, length: int, remat: object = False):
         rngs = nnx.Rngs(0)
         self.embed = nnx.Linear(4, 16, rngs=rngs)
-        self.blocks = stack(Block, length, 16, remat=remat, rngs=rngs)
+        self.blocks = stack(Residual, length, hidden=32, remat=remat, rngs=rngs)
         self.head = nnx.Linear(16, 4, rngs=rngs)
 
     def __call__(self, x):

@@ -642,17 +642,14 @@ def test_a_pipeline_is_a_candidate_for_a_stack():
     [sent] = [x for x in report.collectives if x.kind == "collective-permute"]
     assert (sent.times, sent.bytes) == (ticks, rows // microbatches * width * 4)
 
-    class Listed(nnx.Module):
-        def __init__(self, count, rngs):
-            self.blocks = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(count)])
+    def dense_layer():
+        return nnx.Linear(width, width, rngs=nnx.Rngs(0))
 
-        def __call__(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
+    def dense_layers(count):
+        return nnx.Sequential(*(dense_layer() for _ in range(count)))
 
-    dense = nnx.eval_shape(lambda: nnx.Linear(width, width, rngs=nnx.Rngs(0)))
-    listed, odd = (nnx.eval_shape(lambda n=n: Listed(n, nnx.Rngs(0))) for n in (layers, 3))
+    dense = nnx.eval_shape(dense_layer)
+    listed, odd = (nnx.eval_shape(lambda n=n: dense_layers(n)) for n in (layers, 3))
     plan_ = found(listed, meshes=meshes, strategies="dp + pipeline", most=None)
     assert name in plan_.comparison.compiled and "pipeline(m, mesh=mesh" in plan_.best.recipe
     for bounds in plan_.predicted.values():

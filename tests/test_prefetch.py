@@ -17,9 +17,10 @@ from libraries import assert_same
 from nnx_sharding import ActivationSharding, accumulate_gradients, jit, stack, value_and_grad
 from nnx_sharding.partition import fsdp, tensor_parallel
 from nnx_sharding.testing import assert_overlappable
-from zoo import assert_close, numbers
+from zoo import WIDTH, Residual, assert_close, numbers
 
-WIDTH, LAYERS, ROWS = 16, 3, 32
+LAYERS, ROWS = 3, 32
+PLAIN = {"norm": nnx.LayerNorm, "dropout": 0}  # without statistics and random streams
 
 # XLA runs what it loads from JAX's cache with collectives in another order on each virtual device,
 # if no one depends on the other: they wait for each other, until the process is aborted.
@@ -28,19 +29,6 @@ pytestmark = [
     # The loss is outside of the model, so what that returns is gathered on Explicit axes.
     pytest.mark.filterwarnings("ignore:.*operations outside of modules"),
 ]
-
-
-class Block(nnx.Module):
-    """Parameters, a mask, and if wanted running statistics and random streams."""
-
-    def __init__(self, *, norm, dropout, rngs):
-        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs) if norm else nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
-        self.dropout = nnx.Dropout(dropout, rngs=rngs)
-
-    def __call__(self, x, scale=1.0):
-        return x + scale * self.dropout(self.down(nnx.gelu(self.up(self.norm(x)))))
 
 
 class Half(nnx.Module):
@@ -58,7 +46,7 @@ class Pair(nnx.Module):
     """A layer with layers."""
 
     def __init__(self, *, rngs):
-        self.inner = stack(Block, 2, norm=True, dropout=0.1, rngs=rngs)
+        self.inner = stack(Residual, 2, rngs=rngs)
         self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x):
@@ -74,8 +62,8 @@ class Model(nnx.Module):
         return self.head(self.blocks(x, *args))
 
 
-def model_of(*, norm=True, dropout=0.1, **options):
-    return Model(stack(Block, LAYERS, norm=norm, dropout=dropout, rngs=nnx.Rngs(0), **options))
+def model_of(**options):
+    return Model(stack(Residual, LAYERS, rngs=nnx.Rngs(0), **options))
 
 
 def loss(model, x, *args):
@@ -134,7 +122,12 @@ def test_prefetch_computes_the_same_and_gathers_beside_the_layers(axis_types, te
 POLICIES = False, True, "dots_saveable", {"up": "save"}
 CASES = [
     *itertools.product(
-        (AxisType.Auto, AxisType.Explicit), (False, True), POLICIES, (False, True), (0, 0.1), (1, 2)
+        (AxisType.Auto, AxisType.Explicit),
+        (False, True),
+        POLICIES,
+        (nnx.LayerNorm, nnx.BatchNorm),
+        (0, 0.1),
+        (1, 2),
     )
 ]
 
@@ -163,7 +156,7 @@ def test_stacks_in_a_stack_gather_their_own_layers_ahead(axis_types):
 @pytest.mark.slow
 def test_what_layers_share_is_gathered_in_each_layer():
     def make():
-        blocks = [Block(norm=False, dropout=0, rngs=nnx.Rngs(i)) for i in range(LAYERS)]
+        blocks = [Residual(rngs=nnx.Rngs(i), **PLAIN) for i in range(LAYERS)]
         for block in blocks:
             block.up = blocks[0].up
         return Model(stack(blocks))
@@ -173,9 +166,7 @@ def test_what_layers_share_is_gathered_in_each_layer():
 
 @pytest.mark.slow
 def test_unrolled_layers_gather_ahead():
-    _, after = check(
-        lambda: Model(stack(Block, 4, norm=False, dropout=0, rngs=nnx.Rngs(0), unroll=2))
-    )
+    _, after = check(lambda: Model(stack(Residual, 4, **PLAIN, rngs=nnx.Rngs(0), unroll=2)))
     assert_overlappable(after, layers=2)
 
 

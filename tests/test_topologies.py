@@ -336,22 +336,14 @@ def test_a_stack_gathers_the_next_layer_beside_the_products_of_one(axis_types, u
     assert first.bytes_sent == 4 * 7 * (2 * 512 * 2048) // 8  # in bfloat16
 
 
-class Listed(nnx.Module):
-    def __init__(self):
-        self.blocks = nnx.List(Block(nnx.Rngs(i), width=512) for i in range(8))
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 @needs_compiler
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_blocks_of_a_list_move_to_stages_of_tpus(repeats, uncached):
     devices = topology_devices("v5e:2x4")
     mesh = make_mesh({"stage": 4, "data": 2}, axis_types=AxisType.Auto, devices=devices)
-    model = nnx.eval_shape(Listed)
+    model = nnx.eval_shape(
+        lambda: nnx.Sequential(*(Block(nnx.Rngs(i), width=512) for i in range(8)))
+    )
     base = fsdp(model, mesh=mesh, min_size=0)
     sharding = pipeline(model, mesh=mesh, microbatches=4, repeats=repeats, base=base)
     gradient = value_and_grad(lambda model, x: (model(x) ** 2).mean())

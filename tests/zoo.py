@@ -102,6 +102,19 @@ class Block(nnx.Module):
         return x + self.down(nnx.gelu(self.up(x)))
 
 
+class Residual(nnx.Module):
+    """A residual layer with a norm and dropout, whose contribution the caller may scale."""
+
+    def __init__(self, *, norm=nnx.BatchNorm, dropout=0.1, hidden=4 * WIDTH, rngs):
+        self.norm = norm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, hidden, rngs=rngs)
+        self.down = nnx.Linear(hidden, WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x, scale=1.0):
+        return x + scale * self.dropout(self.down(nnx.gelu(self.up(self.norm(x)))))
+
+
 class Causal(nnx.Module):
     """Residual causal attention by a function."""
 
