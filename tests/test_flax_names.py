@@ -21,10 +21,11 @@ from flax import errors, nnx
 from jax.experimental.layout import Format, Layout
 
 import flax_functions
+import nestings
 import nnx_sharding
 from draws import try_all
 from libraries import OURS, Transforms, assert_same
-from test_transform_nesting import MESHES, MODES, NAMES
+from nestings import MESHES, MODES, NAMES
 
 TESTS = Path(__file__).parent
 TABLE = TESTS.parent / "docs" / "guides" / "flax_names.md"
@@ -115,22 +116,6 @@ def test_each_name_has_a_test():
         assert re.search(rf"(def|class) {test}", (TESTS / file).read_text()), name
 
 
-def in_jit(t, function):
-    return t.jit(function)
-
-
-def in_remat(t, function):
-    return t.remat(function)
-
-
-def in_grad(t, function):
-    return lambda m, x: t.value_and_grad(t.jit(function), wrt=nnx.Param)(m, x)[0]
-
-
-def in_cond(t, function):
-    return lambda m, x: t.cond(x.sum() > 0, function, lambda m, x: x.sum(), m, x)
-
-
 def outcome_of(function, mesh=None):
     """What it returns, and the state of the model after that."""
     model, x = flax_functions.Model(), jnp.arange(4.0)
@@ -142,9 +127,7 @@ def outcome_of(function, mesh=None):
         return function(model, x), nnx.to_pure_dict(nnx.state(model))
 
 
-SURROUNDINGS = [
-    *itertools.product((in_jit, in_remat, in_grad, in_cond), MODES, (None, *MESHES)),
-]
+SURROUNDINGS = [*itertools.product(nestings.TRANSPARENT, MODES, (None, *MESHES))]
 
 
 # An option that JAX has removed. Names of ours that mean something else, and `eval_shape`, whose

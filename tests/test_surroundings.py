@@ -14,10 +14,10 @@ from flax import nnx
 from jax.experimental.compute_on import compute_on
 from jax.sharding import NamedSharding
 
+import nestings
 import nnx_sharding
-import test_transform_nesting as nesting
 from libraries import Transforms
-from test_transform_nesting import FACTORS, MESHES, MODES, NAMES, SPEC
+from nestings import FACTORS, MESHES, MODES, NAMES, SPEC
 
 X = jnp.linspace(0.5, 1, 3)
 ON_HOST = {"compute_type": "device_host", "out_memory_spaces": jax.memory.Space.Device}
@@ -48,10 +48,10 @@ def through_host(m, x):
     return m.stat[...].mean()
 
 
-BODIES = (nesting.base, still, with_reference, on_host, through_host)
+BODIES = (nestings.base, still, with_reference, on_host, through_host)
 new = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="this JAX does not have all")
-RULES = (nesting.custom_vjp, nesting.custom_jvp)
-DERIVATIVES = (*nesting.REVERSE, *nesting.FORWARD, *RULES)
+RULES = (nestings.custom_vjp, nestings.custom_jvp)
+DERIVATIVES = (*nestings.REVERSE, *nestings.FORWARD, *RULES)
 
 
 # What JAX makes of a function of some arrays, a number and a counter, which returns a number and
@@ -130,7 +130,7 @@ def scan(run):
 
 
 def shard_map(run):
-    return lambda *args: jax.jit(jax.shard_map(run, **nesting.over_one_axis()))(*args)
+    return lambda *args: jax.jit(jax.shard_map(run, **nestings.over_one_axis()))(*args)
 
 
 def export(run):
@@ -151,7 +151,7 @@ def pure(fun, shared, registered, is_python=False):
     """A function of arrays from one of a model, which JAX has made if it is `registered`."""
 
     def run(arrays, x, count):
-        m = nesting.Model(shared=shared)
+        m = nestings.Model(shared=shared)
         variables = {"w": m.a.w, "b": m.b.w, "u": m.u, "stat": m.stat}
         for name, array in arrays.items():
             variables[name].set_value(array)
@@ -168,22 +168,22 @@ def pure(fun, shared, registered, is_python=False):
 def exists(outer, inner, body, mesh):
     """Whether JAX has the program."""
     is_reverse = outer in REVERSE_AROUND
-    around = (nesting.grad,) * is_reverse + (nesting.jvp,) * (outer in FORWARD_AROUND)
+    around = (nestings.grad,) * is_reverse + (nestings.jvp,) * (outer in FORWARD_AROUND)
     if body is through_host and (around or outer is vmap or inner in DERIVATIVES):
         return False  # in a trace, these have no derivative
-    if body is with_reference and inner is nesting.shard_map and (around or outer is vmap):
+    if body is with_reference and inner is nestings.shard_map and (around or outer is vmap):
         return False  # outside of jit, it takes no references
-    if outer is shard_map and inner in (nesting.cond, nesting.switch) and mesh is not None:
+    if outer is shard_map and inner in (nestings.cond, nestings.switch) and mesh is not None:
         return False  # Python cannot read the counter
     if body is with_reference and (outer is hessian or inner in RULES):
         return False  # where these are new, JAX does not map over them, nor take them in rules
-    if body is with_reference and outer is scan and inner in nesting.FORWARD:
+    if body is with_reference and outer is scan and inner in nestings.FORWARD:
         return False  # JAX fails to lower the jaxpr on Explicit axes, though its types are right
-    if outer is export and inner is nesting.shard_map and mesh is None:
+    if outer is export and inner is nestings.shard_map and mesh is None:
         return False  # a program for several devices is called in the context of their mesh
-    if outer is shard_map and (inner is nesting.shard_map or body is through_host):
+    if outer is shard_map and (inner is nestings.shard_map or body is through_host):
         return False  # along the other axis, not all is replicated; in it, nothing is moved
-    return nesting.exists(inner, *around)
+    return nestings.exists(inner, *around)
 
 
 def draw(outer, inner):
@@ -212,7 +212,7 @@ def check(outer, inner, body, mode, mesh, shared, registered):
         jnp.int32(0),
     )
     ours = inner(Transforms(nnx_sharding, **MODES[mode]), body)
-    eager = nesting.TRANSFORMS[inner](body)
+    eager = nestings.TRANSFORMS[inner](body)
     with context:
         found = outer(pure(ours, shared, registered))(*args)
         wanted = outer(pure(eager, shared, registered, is_python=True))(*args)
@@ -237,8 +237,8 @@ def check_some(pairs):
 PAIRS = [
     (outer, inner)
     for outer in AROUND
-    for inner in nesting.TRANSFORMS
-    if exists(outer, inner, nesting.base, "auto")
+    for inner in nestings.TRANSFORMS
+    if exists(outer, inner, nestings.base, "auto")
 ]
 
 
@@ -265,7 +265,7 @@ def test_under_jax(name):
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_computations_stay_on_the_host(name):
     run = NAMES[name](Transforms(nnx_sharding, graph=True), on_host)
-    lowered = nnx_sharding.jit(run).lower(nesting.Model(shared=True), jnp.float32(1)).as_text()
+    lowered = nnx_sharding.jit(run).lower(nestings.Model(shared=True), jnp.float32(1)).as_text()
     assert 'compute_type = "host"' in lowered
 
 
@@ -285,24 +285,8 @@ class Model(nnx.Module):
         return jnp.sin(self.w[...] * x)
 
 
-def jit_of(library, f):
-    return library.jit(f)
-
-
-def grad_of(library, f):
-    return lambda model, x: library.value_and_grad(f)(model, x)[0]
-
-
-def remat_of(library, f):
-    return library.remat(f)
-
-
-def cond_of(library, f):
-    return lambda model, x: library.cond(True, f, lambda model, x: x.sum(), model, x)
-
-
-def switch_of(library, f):
-    return lambda model, x: library.switch(1, [lambda model, x: x.sum(), f], model, x)
+def last_branch(t, fun):
+    return lambda m, x: t.switch(1, [lambda m, x: x.sum(), fun], m, x)
 
 
 def noise(model, x):
@@ -333,7 +317,7 @@ def forks(library, transform):
 
 
 @pytest.mark.parametrize("how", (reseeded, reseeds, forks))
-@pytest.mark.parametrize("transform", (jit_of, grad_of, remat_of, cond_of, switch_of))
+@pytest.mark.parametrize("transform", (*nestings.TRANSPARENT, last_branch))
 def test_random_streams_as_flax(transform, how):
     results = []
     for library in nnx_sharding, nnx:
@@ -365,10 +349,10 @@ def test_variables_of_other_kinds(name, kind):
     """They end as plain ones do."""
     if name in OTHER_MODELS or (kind == "ref" and name in NO_REFERENCES):
         pytest.skip("JAX or Flax does not have it.")
-    run = NAMES[name](Transforms(nnx_sharding, **random.choice([*MODES.values()])), nesting.base)
+    run = NAMES[name](Transforms(nnx_sharding, **random.choice([*MODES.values()])), nestings.base)
     results = []
     for options in {}, {kind: True}:
-        m = nesting.Model(shared=False)
+        m = nestings.Model(shared=False)
         m.count, m.stat = (nnx.BatchStat(x[...], **options) for x in (m.count, m.stat))
         results.append((run(m, jnp.float32(0.3)), m.count[...], m.stat[...]))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *results)
