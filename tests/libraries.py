@@ -15,8 +15,17 @@ import nnx_sharding
 from graphs import Node
 from zoo import numbers
 
-# Graph mode, whatever Flax's default is.
+# The modes, whatever Flax's defaults are. Without a graph there are no updates of it either.
 FULL = {"graph": True, "graph_updates": True}
+NO_UPDATES = {"graph": True, "graph_updates": False}
+TREE = {"graph": False, "graph_updates": False}
+WITHOUT_UPDATES = (TREE, NO_UPDATES)
+MODES = {
+    "graph=True,updates=True": FULL,
+    "graph=True,updates=False": NO_UPDATES,
+    "graph=False,updates=True": {"graph": False, "graph_updates": True},
+    "graph=False,updates=False": TREE,
+}
 
 
 class Transforms:

@@ -21,14 +21,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
-from libraries import FULL, Transforms, node
+from libraries import FULL, MODES, Transforms, node
 
 FACTORS = np.array([0.5, 1.0, -0.7], np.float32)
-MODES = {
-    f"graph={graph},updates={updates}": {"graph": graph, "graph_updates": updates}
-    for graph in (True, False)
-    for updates in (True, False)
-}
 SPEC = P("model")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 MESHES = {"auto": (AUTO, AUTO), "explicit": (EXPLICIT, EXPLICIT), "mixed": (EXPLICIT, AUTO)}

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
-from libraries import FLAX, OURS, assert_same, named, programs_of
+from libraries import FLAX, FULL, OURS, WITHOUT_UPDATES, assert_same, named, programs_of
 from nnx_sharding import stack
 
 X = jnp.linspace(-1, 1, 8).reshape(2, 4)
@@ -200,13 +200,10 @@ class AsFlaxTest(parameterized.TestCase):
         assert_same(program(OURS), program(FLAX), rtol=1e-5)
 
 
-MODES = [{}, {"graph": False}, {"graph_updates": False}]
-
-
 class StackedTest(parameterized.TestCase):
     """Where Flax refuses: what is captured in each element or step is stacked."""
 
-    @parameterized.product(axes=[None, "all", 1], mode=MODES)
+    @parameterized.product(axes=[None, "all", 1], mode=[FULL, *WITHOUT_UPDATES])
     def test_vmap_of_a_module_that_is_not_mapped(self, axes, mode):
         axes = OURS.StateAxes({...: None}) if axes == "all" else axes
         layer = Loud(nnx.Rngs(0))
@@ -236,7 +233,7 @@ class StackedTest(parameterized.TestCase):
         _, _, norm = twice(OURS.StateAxes({SOWN: 0, ...: None}))
         assert norm["layers"]["norm"].shape == (3,)
 
-    @parameterized.product(position=["carry", "same", "axes"], mode=MODES)
+    @parameterized.product(position=["carry", "same", "axes"], mode=[FULL, *WITHOUT_UPDATES])
     def test_scan_of_a_module_that_is_not_mapped(self, position, mode):
         def step(x, m):
             return m(x), None

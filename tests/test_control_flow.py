@@ -8,7 +8,6 @@ import itertools
 import logging
 import re
 import weakref
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +21,21 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from graphs import Memory
-from libraries import FLAX, FULL, OURS, Statistics, assert_same, named, node, param, programs_of
+from libraries import (
+    FLAX,
+    FULL,
+    MODES,
+    OURS,
+    TREE,
+    Statistics,
+    assert_same,
+    named,
+    node,
+    param,
+    programs_of,
+)
 from nnx_sharding import cond, fori_loop, switch, while_loop
 
-MODES: tuple[dict[str, Any], ...] = (
-    FULL,
-    {"graph": True, "graph_updates": False},
-    {"graph": False},
-    {"graph": False, "graph_updates": False},
-)
 # Not a list, which would be something that a function reaches, and that changes.
 TRACES = logging.getLogger("traces")
 X = np.linspace(-1, 1, 3, dtype=np.float32)
@@ -275,7 +280,7 @@ class ProgramsTest(parameterized.TestCase):
         assert_same(run(), in_python(program), 1e-5)
 
     def test_in_tree_mode_as_in_flax(self):
-        check_in_mode(**MODES[2])
+        check_in_mode(**TREE)
 
 
 def check_in_mode(**modes):
@@ -300,7 +305,7 @@ class AllProgramsTest(parameterized.TestCase):
     def test_as_flax(self, program):
         assert_same(program(OURS), program(FLAX))
 
-    @parameterized.parameters(*MODES)
+    @parameterized.parameters(*MODES.values())
     def test_in_every_mode_as_in_flax(self, **modes):
         check_in_mode(**modes)
 
@@ -310,7 +315,7 @@ class AllProgramsTest(parameterized.TestCase):
 
 class ModesTest(parameterized.TestCase):
     def test_the_carry_is_the_callers_module(self):
-        for modes in MODES:
+        for modes in MODES.values():
             m = Model()
             same_one, _ = while_loop(below, doubled, (m, jnp.ones(3)), **modes)
             assert int(m.count[...]) == 4
@@ -321,7 +326,7 @@ class ModesTest(parameterized.TestCase):
             m.mode, m.new = "set", param()
             m.count[...] += 1
 
-        for modes in MODES:
+        for modes in MODES.values():
             m = Model()
             cond(True, branch, branch, m, **modes)
             assert hasattr(m, "new") == (modes is FULL) and int(m.count[...]) == 1
@@ -331,7 +336,7 @@ class BoundTest(parameterized.TestCase):
     """What branches and loop bodies are bound to is an argument."""
 
     def test_methods_and_modules(self):
-        for modes in MODES:
+        for modes in MODES.values():
             one, other, third = Model(), Model(), nnx.Linear(3, 3, rngs=nnx.Rngs(0))
             for i in (0, 1, 2, 1):
                 y = switch(i, [one.counted, other.averaged, third], X, **modes)
@@ -397,9 +402,7 @@ class TracesTest(parameterized.TestCase):
         gc.collect()
         assert [reference() for reference in references] == [None, None]
 
-    @parameterized.named_parameters(
-        (" ".join(f"{key}={value}" for key, value in modes.items()), modes) for modes in MODES
-    )
+    @parameterized.named_parameters(*MODES.items())
     def test_a_branch_is_traced_once_for_equal_operands(self, modes):
         def note(name, out):
             TRACES.info("%s %s", name, out.shape)
@@ -585,10 +588,6 @@ def shrunk(i, carry):
     return m, x
 
 
-# Other modes drop changes of attributes, as in Flax, so that branches cannot differ in them.
-GRAPH = {"graph": True, "graph_updates": True}
-
-
 class ErrorsTest(parameterized.TestCase):
     """Each names what is wrong and where, and changes nothing."""
 
@@ -613,17 +612,17 @@ class ErrorsTest(parameterized.TestCase):
         (
             ValueError,
             "m.mode: 'a' in true_fun, 'b' in false_fun",
-            lambda m: cond(True, attribute("mode", "a"), attribute("mode", "b"), m, X, **GRAPH),
+            lambda m: cond(True, attribute("mode", "a"), attribute("mode", "b"), m, X, **FULL),
         ),
         (
             ValueError,
             "m.mode: nothing in branches[0], 1 in branches[2]",
-            lambda m: switch(0, [counted, same, attribute("mode", 1)], m, X, **GRAPH),
+            lambda m: switch(0, [counted, same, attribute("mode", 1)], m, X, **FULL),
         ),
         (
             ValueError,
             "m.w: a Param in true_fun, nothing in false_fun",
-            lambda m: cond(True, same, lambda m, x: (delattr(m, "w"), x)[1], m, X, **GRAPH),
+            lambda m: cond(True, same, lambda m, x: (delattr(m, "w"), x)[1], m, X, **FULL),
         ),
         (
             ValueError,

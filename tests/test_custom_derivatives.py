@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from graphs import Memory
-from libraries import FULL, assert_same, node
+from libraries import FULL, WITHOUT_UPDATES, assert_same, node
 from nnx_sharding import custom_jvp, custom_vjp, jit, jvp, remat, scan, vmap
 
-NO_UPDATES: tuple[dict[str, Any], ...] = ({"graph": False}, {"graph": True, "graph_updates": False})
 X = jnp.linspace(0.1, 1, 3)
 # In any mode of Flax, gradients of modules are states.
 grad = functools.partial(nnx_sharding.grad, **FULL)
@@ -166,7 +164,7 @@ def with_filters(lib, **modes):
 
 class AsFlaxTest(parameterized.TestCase):
     @parameterized.parameters(
-        *((p, m) for p in (with_modules, with_updates, with_nondiff) for m in NO_UPDATES),
+        *((p, m) for p in (with_modules, with_updates, with_nondiff) for m in WITHOUT_UPDATES),
         (with_states, FULL),
         (with_filters, FULL),
     )

@@ -12,10 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
-from libraries import assert_same
+from libraries import FULL, MODES, TREE, assert_same
 from nnx_sharding import checkify, eval_shape, jit, make_jaxpr
-
-MODES = [{"graph": g, "graph_updates": u} for g in (True, False) for u in (True, False)]
 
 
 class Model(nnx.Module):
@@ -39,7 +37,7 @@ def make(rngs):
     return model, jnp.ones(2)
 
 
-@pytest.mark.parametrize("modes", MODES)
+@pytest.mark.parametrize("modes", MODES.values(), ids=MODES)
 def test_shapes_as_flax(modes):
     rngs = nnx.Rngs(0)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -61,7 +59,7 @@ def described(tree):
 def test_shapes_by_metadata_on_auto_axes():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
-        for modes in MODES:
+        for modes in MODES.values():
             model, _ = eval_shape(make, nnx.Rngs(0), **modes)
             assert model.linear.kernel.get_value().sharding.spec == P("data", None)
 
@@ -75,7 +73,7 @@ def test_shapes_of_abstract_models_and_methods():
     assert jit(lambda m: eval_shape(lambda m: m.w[...], m).shape[0] + 0 * m.w[0])(Model()) == 3
 
 
-@pytest.mark.parametrize("modes", MODES)
+@pytest.mark.parametrize("modes", MODES.values(), ids=MODES)
 def test_jaxpr_as_jax(modes):
     def twice(w, x):
         return jnp.sin(w) * x
@@ -124,7 +122,7 @@ def outcomes(library, modes, compiled):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("modes", [MODES[0], MODES[3]])
+@pytest.mark.parametrize("modes", [FULL, TREE])
 def test_errors_as_flax(modes, compiled):
     pairs = zip(*(outcomes(t, modes, compiled) for t in (nnx_sharding, nnx)), strict=True)
     for (ours, y, state), (theirs, expected, other) in pairs:

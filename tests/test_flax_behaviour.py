@@ -12,10 +12,8 @@ from jax.experimental.checkify import float_checks
 
 import flax_differences
 import nnx_sharding
-from libraries import FULL, Transforms, assert_same, node, param, stat
+from libraries import FULL, NO_UPDATES, TREE, Transforms, assert_same, node, param, stat
 
-GRAPH = {"graph": True, "graph_updates": False}
-TREE = {"graph": False, "graph_updates": False}
 X = jnp.linspace(0.1, 1, 4)
 
 
@@ -232,20 +230,20 @@ def axes_from_a_state(t):
     return values(t.vmap(make, out_axes=t.StateAxes(axes), axis_size=5)())
 
 
-EVERY = (FULL, GRAPH, TREE)
+EVERY = (FULL, NO_UPDATES, TREE)
 PROGRAMS = {
     variables_in_a_named_tuple: EVERY,
-    a_variable_as_condition_and_operand: (GRAPH, TREE),
-    branches_that_write_to_different_variables: (GRAPH, TREE),
-    a_loop_of_shared_weights: (FULL, GRAPH),
-    a_loop_with_one_object_twice: (FULL, GRAPH),
+    a_variable_as_condition_and_operand: (NO_UPDATES, TREE),
+    branches_that_write_to_different_variables: (NO_UPDATES, TREE),
+    a_loop_of_shared_weights: (FULL, NO_UPDATES),
+    a_loop_with_one_object_twice: (FULL, NO_UPDATES),
     a_loop_that_sums_into_a_variable: EVERY,
     checks_of_floats: EVERY,
-    rules_around_remat: (GRAPH, TREE),
-    rules_of_two_models: (GRAPH, TREE),
-    rules_that_write_to_another_variable: (GRAPH, TREE),
-    parts_of_a_model_as_arguments: (GRAPH, TREE),
-    pullbacks_of_functions_and_decorators: (GRAPH, TREE),
+    rules_around_remat: (NO_UPDATES, TREE),
+    rules_of_two_models: (NO_UPDATES, TREE),
+    rules_that_write_to_another_variable: (NO_UPDATES, TREE),
+    parts_of_a_model_as_arguments: (NO_UPDATES, TREE),
+    pullbacks_of_functions_and_decorators: (NO_UPDATES, TREE),
     axes_from_a_state: (FULL,),
 }
 CASES = [
@@ -267,7 +265,7 @@ OURS = (a_variable_as_condition_and_operand, branches_that_write_to_different_va
 
 @pytest.mark.parametrize("program", OURS)
 def test_with_graph_updates(program):
-    assert_same(*(program(Transforms(nnx_sharding, **modes)) for modes in (FULL, GRAPH)))
+    assert_same(*(program(Transforms(nnx_sharding, **modes)) for modes in (FULL, NO_UPDATES)))
 
 
 # Mistakes
@@ -318,7 +316,7 @@ MISTAKES = {
     branches_of_a_shared_variable: (TREE,),
     a_loop_that_replaces_a_variable: EVERY,
     a_loop_that_returns_another_model: EVERY,
-    a_variable_mapped_and_not: (FULL, GRAPH),
+    a_variable_mapped_and_not: (FULL, NO_UPDATES),
     a_broadcast_variable_that_differs: (FULL,),
 }
 

@@ -24,8 +24,8 @@ import flax_functions
 import nestings
 import nnx_sharding
 from draws import try_all
-from libraries import OURS, Transforms, assert_same
-from nestings import MESHES, MODES, NAMES
+from libraries import MODES, OURS, Transforms, assert_same
+from nestings import MESHES, NAMES
 
 TESTS = Path(__file__).parent
 TABLE = TESTS.parent / "docs" / "guides" / "flax_names.md"

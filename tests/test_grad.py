@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,19 @@ from jax.sharding import NamedSharding
 
 import nnx_sharding
 from graphs import Loose, snapshot
-from libraries import FLAX, FULL, OURS, assert_same, named, node, param, programs_of, stat
+from libraries import (
+    FLAX,
+    FULL,
+    OURS,
+    WITHOUT_UPDATES,
+    Transforms,
+    assert_same,
+    named,
+    node,
+    param,
+    programs_of,
+    stat,
+)
 from zoo import MLP, Counter, Net, P, mesh_of
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
@@ -411,19 +422,12 @@ COMPILED = (
 
 
 # These run without graph updates, where Flax has neither filters nor gradients of integers.
-WITHOUT_UPDATES = (
+RUN_WITHOUT_UPDATES = (
     *(of_a_model, gradient_alone, of_one_in_a_tuple, pytree_of_modules),
     *(bare_variable, variable_of_another_type, variables_in_a_list, variable_of_none, metadata),
     *(of_a_state, integers_allowed, integer_argument, holomorphic, pytree_values),
     *(differentiated_variable_is_written, of_a_model_that_is_closed_over, in_a_training_step),
 )
-
-
-def with_modes(library, **modes):
-    """The transforms of a library in one mode."""
-    names = "grad", "value_and_grad"
-    functions = {name: functools.partial(getattr(library, name), **modes) for name in names}
-    return types.SimpleNamespace(**functions)
 
 
 class AsFlaxTest(parameterized.TestCase):
@@ -436,19 +440,18 @@ class AsFlaxTest(parameterized.TestCase):
         ours = nnx_sharding.jit(lambda: program(OURS), **FULL)()
         assert_same(ours, nnx.jit(lambda: program(FLAX), **FULL)(), rtol=1e-5)
 
-    @parameterized.named_parameters(named(WITHOUT_UPDATES))
+    @parameterized.named_parameters(named(RUN_WITHOUT_UPDATES))
     def test_without_graph_updates(self, program):
         """Gradients are modules, as in Flax, whichever way the mode is chosen."""
-        for mode in ({"graph": False}, {"graph": True, "graph_updates": False}):
-            theirs = program(with_modes(nnx, **mode))
-            assert_same(program(with_modes(nnx_sharding, **mode)), theirs)
-            updates = mode.get("graph_updates", True)
-            with nnx.set_graph_mode(mode["graph"]), nnx.set_graph_updates(updates):
+        for mode in WITHOUT_UPDATES:
+            theirs = program(Transforms(nnx, **mode))
+            assert_same(program(Transforms(nnx_sharding, **mode)), theirs)
+            with nnx.set_graph_mode(mode["graph"]), nnx.set_graph_updates(False):
                 assert_same(program(nnx_sharding), theirs)
 
     def test_a_filter_gives_a_state_in_every_mode(self):
         """Flax has no filters without graph updates."""
-        for mode in ({"graph": False}, {"graph": True, "graph_updates": False}, FULL):
+        for mode in (*WITHOUT_UPDATES, FULL):
             for which in ({"wrt": nnx.Param}, {"argnums": nnx.DiffState(0, nnx.Param)}):
                 ours = nnx_sharding.grad(square, **which, **mode)(MLP(), X)
                 assert_same(ours, FLAX.grad(square)(MLP(), X))

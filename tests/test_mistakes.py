@@ -24,7 +24,7 @@ import mistakes
 import nnx_sharding
 import transform_mistakes
 from graphs import Memory
-from libraries import Transforms
+from libraries import TREE, Transforms
 from mistakes import MISTAKES, PAGE, Mistake
 from nnx_sharding.core.call_context import CacheNotice
 from nnx_sharding.errors import MAX_WIDTH
@@ -205,7 +205,7 @@ class MistakesTest(parameterized.TestCase):
     @parameterized.named_parameters((name, name) for name in transform_mistakes.MISTAKES)
     def test_transforms(self, name: str):
         case = transform_mistakes.MISTAKES[name]
-        for library in nnx_sharding, Transforms(nnx_sharding, **transform_mistakes.TREE):
+        for library in nnx_sharding, Transforms(nnx_sharding, **TREE):
             with self.assertRaises(case.error) as caught:
                 case.run(library)
             text = "\n".join([str(caught.exception), *getattr(caught.exception, "__notes__", ())])

@@ -14,12 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from graphs import Loose, Memory, Node, snapshot
-from libraries import param
+from libraries import FULL, NO_UPDATES, TREE, param
 from nnx_sharding import StateSharding
 
-FULL: dict[str, Any] = {"graph": True, "graph_updates": True}
-NO_UPDATES: dict[str, Any] = {"graph": True, "graph_updates": False}
-TREE: dict[str, Any] = {"graph": False}
 MODES = (("full", FULL), ("no_updates", NO_UPDATES), ("tree", TREE))
 WITHOUT_UPDATES = MODES[1:]
 

@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
+from libraries import FULL, NO_UPDATES, TREE
 from zoo import mesh_of
 
 MESH = mesh_of((2,), ("x",))
-MODES = [(True, True), (True, False), (False, False)]
-NO_UPDATES = MODES[1:]
+MODES = [FULL, NO_UPDATES, TREE]
 
 
 class Leaf(nnx.Pytree):
@@ -173,9 +173,8 @@ def outcomes(lib, transform, changes, returned, modes, has_variable) -> list[Any
             change(m)
         return RETURNS[returned](m)
 
-    options = dict(zip(("graph", "graph_updates"), modes, strict=True))
     models = [Box(has_variable=has_variable), Box(5.0, has_variable=has_variable)]
-    call = transform(lib, f, options)
+    call = transform(lib, f, modes)
     return [outcome(call, model) for model in (models[0], models[0], models[0], models[1])]
 
 
@@ -193,13 +192,13 @@ def assert_same(transform, changes, returned, modes, has_variable) -> None:
     st.sampled_from(MODES),
     st.booleans(),
 )
-@example(jitted, [change_array], "itself", (True, False), False)
-@example(jitted, [change_array], "itself", (False, False), False)
-@example(jitted, [change_static, add_array, share_module], "twice", (False, False), False)
-@example(jitted, [change_variable, change_nested], "part", (True, False), True)
-@example(mapped, [replace_module], "within a new one", (True, False), False)
-@example(sharded, [change_nested], "with its part", (False, False), False)
-@example(differentiated, [change_array], "itself", (True, False), False)
+@example(jitted, [change_array], "itself", NO_UPDATES, False)
+@example(jitted, [change_array], "itself", TREE, False)
+@example(jitted, [change_static, add_array, share_module], "twice", TREE, False)
+@example(jitted, [change_variable, change_nested], "part", NO_UPDATES, True)
+@example(mapped, [replace_module], "within a new one", NO_UPDATES, False)
+@example(sharded, [change_nested], "with its part", TREE, False)
+@example(differentiated, [change_array], "itself", NO_UPDATES, False)
 def test_same_as_flax(transform, changes, returned, modes, has_variable):
     assert_same(transform, changes, returned, modes, has_variable)
 
@@ -233,10 +232,10 @@ def test_module_that_is_passed_twice(modes, twice):
 
     found = []
     for lib in (nnx_sharding, nnx):
-        model, options = Leaf(jnp.zeros(2)), {"graph": modes[0], "graph_updates": modes[1]}
+        model = Leaf(jnp.zeros(2))
         pair = nnx.Dict(one=model, two=model)
-        call = lib.jit(f, **options)
-        attributes = lib.jit(lambda pair, f=f: f(pair.one, pair.two), **options)
+        call = lib.jit(f, **modes)
+        attributes = lib.jit(lambda pair, f=f: f(pair.one, pair.two), **modes)
         results = []
         for _ in range(3):
             out = call(model, model) if twice == "arguments" else attributes(pair)
@@ -252,9 +251,8 @@ def scanned(lib, changes, modes, has_variable, out=lambda m: m.data) -> Any:
         m.data = m.data + x
         return m, out(m)
 
-    options = dict(zip(("graph", "graph_updates"), modes, strict=True))
     axes = {"in_axes": (nnx.Carry, 0), "out_axes": (nnx.Carry, 0)}
-    call = lib.scan(step, **axes, **options)
+    call = lib.scan(step, **axes, **modes)
     model = Box(has_variable=has_variable)
     return [outcome(lambda m: call(m, jnp.arange(3.0)), model) for _ in range(2)]
 
@@ -267,7 +265,7 @@ def test_carry(modes, has_variable):
         assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("modes", NO_UPDATES)
+@pytest.mark.parametrize("modes", MODES[1:])
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -279,18 +277,16 @@ def test_carry(modes, has_variable):
     ],
 )
 def test_step_that_changes_the_structure_of_the_carry(modes, change, named):
-    options = dict(zip(("graph", "graph_updates"), modes, strict=True))
-
     def step(m, x):
         change(m)
         return m, x
 
     axes = {"in_axes": (nnx.Carry, 0), "out_axes": (nnx.Carry, 0)}
     with pytest.raises(ValueError, match=named):
-        nnx_sharding.scan(step, **axes, **options)(Box(), jnp.arange(3.0))
+        nnx_sharding.scan(step, **axes, **modes)(Box(), jnp.arange(3.0))
 
 
-@pytest.mark.parametrize("modes", NO_UPDATES)
+@pytest.mark.parametrize("modes", MODES[1:])
 def test_module_that_is_the_same_for_all_steps(modes):
     def step(m, total, x):
         m.data = m.data + x
@@ -299,7 +295,7 @@ def test_module_that_is_the_same_for_all_steps(modes):
     axes = {"in_axes": (None, nnx.Carry, 0), "out_axes": (nnx.Carry, 0)}
     found = []
     for lib in (nnx_sharding, nnx):
-        call = lib.scan(step, **axes, **dict(zip(("graph", "graph_updates"), modes, strict=True)))
+        call = lib.scan(step, **axes, **modes)
         found.append(outcome(lambda m, call=call: call(m, jnp.zeros(()), jnp.arange(3.0)), Box()))
     assert found[0] == found[1] and found[0] is not ValueError
 
@@ -308,18 +304,17 @@ def test_module_that_is_the_same_for_all_steps(modes):
 def test_module_in_the_carry_and_in_what_is_stacked(modes):
     """Its arrays cannot be both, unless each place has its own copy."""
     found = [scanned(lib, [], modes, False, lambda m: m) for lib in (nnx_sharding, nnx)]
-    assert found[0] == (found[1] if modes == (False, False) else [ValueError] * 2)
+    assert found[0] == (found[1] if modes is TREE else [ValueError] * 2)
 
 
-@pytest.mark.parametrize("modes", NO_UPDATES)
+@pytest.mark.parametrize("modes", MODES[1:])
 def test_shardings_are_those_of_outputs(modes):
     """Attributes of arguments are not placed without graph updates, but those of results are."""
     one, two = (NamedSharding(MESH, spec) for spec in (P("x"), P()))
-    options = dict(zip(("graph", "graph_updates"), modes, strict=True))
     for declared in (one, two):
         shardings = {"in_shardings": (one,), "out_shardings": declared}
         model = Box()
-        out = nnx_sharding.jit(lambda m: m, **shardings, **options)(model)
+        out = nnx_sharding.jit(lambda m: m, **shardings, **modes)(model)
         assert out is not model and out.data.sharding.is_equivalent_to(declared, 1)
         assert out.sub.data.sharding.is_equivalent_to(declared, 1)
         assert isinstance(model.data.sharding, jax.sharding.SingleDeviceSharding)

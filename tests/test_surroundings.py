@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 
 import nestings
 import nnx_sharding
-from libraries import Transforms
-from nestings import FACTORS, MESHES, MODES, NAMES, SPEC
+from libraries import MODES, Transforms
+from nestings import FACTORS, MESHES, NAMES, SPEC
 
 X = jnp.linspace(0.5, 1, 3)
 ON_HOST = {"compute_type": "device_host", "out_memory_spaces": jax.memory.Space.Device}

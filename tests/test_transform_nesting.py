@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 import nnx_sharding
 from graphs import snapshot
-from libraries import FULL, Transforms
+from libraries import FULL, MODES, Transforms
 from nestings import (
     ALL,
     MESHES,
-    MODES,
     NAMES,
     OF_FLAX,
     TRANSFORMS,

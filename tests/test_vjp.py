@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 from graphs import Memory
-from libraries import FULL, Statistics, assert_same, node
+from libraries import FULL, WITHOUT_UPDATES, Statistics, assert_same, node
 from nnx_sharding import jvp, linearize, vjp
 
 X = jnp.linspace(-1, 1, 3)
 FLOAT0 = jax.dtypes.float0
 # Flax has no vjp and jvp with graph updates.
-MODES: tuple[dict[str, Any], ...] = ({"graph": False}, {"graph": True, "graph_updates": False})
 
 
 class Model(Statistics):
@@ -89,7 +87,7 @@ PROGRAMS = (
 
 
 class ValuesTest(parameterized.TestCase):
-    @parameterized.parameters(*((program, modes) for program in PROGRAMS for modes in MODES))
+    @parameterized.product(program=PROGRAMS, modes=WITHOUT_UPDATES)
     def test_as_in_flax(self, program, modes):
         assert_same(program(nnx_sharding, **modes), program(nnx, **modes))
 

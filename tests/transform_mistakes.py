@@ -17,11 +17,10 @@ from flax import nnx
 
 import mistakes
 import nnx_sharding
-from libraries import FULL, Transforms
+from libraries import FULL, TREE, Transforms
 
 Library = Any
 PAGE = Path(__file__).parents[1] / "benchmarks" / "results" / "transform_mistakes.md"
-TREE = {"graph": False, "graph_updates": False}
 # Mistakes with a section of their own, which are beside Flax's messages here, too.
 ALSO = ("not-divisible", "number-of-specs", "unknown-parameter", "no-mesh", "not-an-array")
 ALSO += ("captured-array", "changed-from-outside-its-trace", "donated-twice", "used-after-donation")
