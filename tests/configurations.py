@@ -99,7 +99,6 @@ CANNOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
             "arguments.py::KindsTest::*_list_and_dict",
             "arguments.py::KindsTest::*_plain_lists",
             "arguments.py::KindsTest::test_three_calls_*_raw_arrays",
-            "composition.py::ProgramsTest::*_new_parts_in_nested",
             "references.py::IdentityTest::test_detached_*",
             "references.py::IdentityTest::test_new_*",
             "references.py::IdentityTest::test_objects_of_the_caller_move",
@@ -120,8 +119,6 @@ CANNOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
             "statics.py::StaticsTest::test_change_inside_is_written_back_to_the_caller_only",
         ),
         "inputs are returned": (
-            "composition.py::ProgramsTest::*_same_object_in_nested",
-            "composition.py::ProgramsTest::*_scan_of",
             "references.py::IdentityTest::test_returned_inputs_are_the_callers_objects",
             "references.py::ReferenceModeTest::test_returned_ref_variable_is_the_callers",
             "shard_map.py::SpecsTest::test_returned_input",
@@ -134,8 +131,6 @@ CANNOT_RUN: dict[str, dict[str, tuple[str, ...]]] = {
             "stages.py::UntouchedTest::test_by_*",
         ),
         "Flax's own transforms take and return something else": (
-            "composition.py::ProgramsTest::*_grad_with_respect_to_a_filter",
-            "composition.py::ProgramsTest::*_value_and_grad_*",
             "composition.py::ShardedTest::test_flax_shard_map_inside_of_ours",
             "plain_jax.py::RefTest::test_returned_refs_are_what_they_are_as_with_flax",
             "shard_map.py::NestingTest::test_inside_of_jit_inside_of_grad",

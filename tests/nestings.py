@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -460,6 +461,63 @@ OF_FLAX = {flax_grad: eager_grad} | {
     for transform in (vmap, scan_models, cond, switch, while_loop, fori_loop)
 }
 ALL = TRANSFORMS | OF_FLAX
+
+
+# Programs that call `t.jit` themselves, and say what it does with the objects that it is given.
+# Python runs them with a `jit` that does nothing. They need graph updates.
+
+
+def called_twice(t, fun):
+    def run(m, x):
+        inner = t.jit(fun)
+        return inner(m, x) + inner(m, x)
+
+    return run
+
+
+def passed_twice(t, fun):
+    return lambda m, x: t.jit(lambda a, b: fun(a, x) + fun(b, x))(m, m)
+
+
+def returned(t, fun):
+    def run(m, x):
+        assert t.jit(lambda m: m)(m) is m
+        return fun(m, x)
+
+    return run
+
+
+def extended(t, fun):
+    def add(m, x):
+        m.extra = nnx.Param(x * jnp.ones(2))
+        return m.extra
+
+    def run(m, x):
+        extra = t.jit(add)(m, x)
+        extra[...] += 1
+        assert extra is m.extra
+        return fun(m, x) * m.extra[...].sum()
+
+    return run
+
+
+def with_random_numbers(t, fun):
+    draw = t.jit(lambda rngs: jax.random.normal(rngs(), ()))
+
+    def run(m, x):
+        if not hasattr(m, "rngs"):
+            m.rngs = nnx.Rngs(0)
+        return fun(m, x) + draw(m.rngs) + 10 * draw(m.rngs)
+
+    return run
+
+
+PYTHON = types.SimpleNamespace(jit=same)
+OF_OBJECTS = {
+    program: functools.partial(program, PYTHON)
+    for program in (called_twice, passed_twice, returned, extended, with_random_numbers)
+}
+EAGER = ALL | OF_OBJECTS
 NAMES = {transform.__name__: transform for transform in TRANSFORMS}
 REVERSE, FORWARD = (grad, value_and_grad, vjp, flax_grad), (jvp, linearize)
 
@@ -495,7 +553,9 @@ def check(transforms, mode, x=0.3, mesh=None):
         mesh = jax.make_mesh((2, 4), names, axis_types=MESHES[mesh])
     t = Transforms(nnx_sharding, **MODES[mode])
     ours = functools.reduce(lambda fun, transform: transform(t, fun), transforms, base)
-    eager = functools.reduce(lambda fun, transform: ALL[transform](fun), transforms, base)
+    eager = functools.reduce(
+        lambda fun, transform: (ALL | OF_OBJECTS)[transform](fun), transforms, base
+    )
     shared = t.modes["graph"]
     one, other = Model(shared=shared, mesh=mesh), Model(shared=shared)
     objects = [one.a, one.b, one.a.w, one.b.w, one.u, one.count, one.stat]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from absl.testing import parameterized
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -23,91 +20,6 @@ def close(ours, theirs, rtol=1e-5, atol=1e-6):
     a, b = jax.tree.leaves(ours), jax.tree.leaves(theirs)
     for x, y in zip(a, b, strict=True):
         np.testing.assert_allclose(numbers(x), numbers(y), rtol=rtol, atol=atol)
-
-
-# Compiled functions inside of compiled ones, for any `transform` that compiles. Each returns all
-# that can be seen of the outcome; test_transform_nesting.py has the transforms of Flax.
-
-
-def jit_in_jit(transform):
-    model = Counter()
-    inner = transform(lambda m, x: m(x))
-    outer = transform(lambda m, x: inner(m, x) + inner(m, x))
-    return outer(model, 1.0), outer(model, 2.0), nnx.state(model)
-
-
-def new_parts_in_nested(transform):
-    model = MLP()
-
-    def add(m):
-        m.extra = nnx.Param(jnp.ones(2))
-        return m.extra
-
-    def outer(m):
-        extra = transform(add)(m)
-        extra[...] += 1
-        assert extra is m.extra
-        return m.extra[...]
-
-    return transform(outer)(model), nnx.state(model)
-
-
-def same_object_in_nested(transform):
-    model = Counter()
-
-    def outer(a):
-        out = transform(lambda m: m)(a)
-        assert out is a
-        return transform(lambda m, n: m(1.0) + n(1.0))(a, a)
-
-    return transform(outer)(model), nnx.state(model)
-
-
-def rngs_in_nested(transform):
-    rngs = nnx.Rngs(0)
-    inner = transform(lambda r: jax.random.normal(r(), ()))
-    outer = transform(lambda r: inner(r) + 10 * inner(r))
-    return outer(rngs), outer(rngs), nnx.state(rngs)
-
-
-def jit_in_a_method(transform):
-    class Model(Counter):
-        def step(self, x):
-            return transform(lambda m, x: m(x))(self, x)
-
-    model = Model()
-    return transform(lambda m, x: m.step(x))(model, 1.0), nnx.state(model)
-
-
-PROGRAMS = (jit_in_jit, new_parts_in_nested, same_object_in_nested, rngs_in_nested, jit_in_a_method)
-
-
-@pytest.mark.slow
-class ProgramsTest(parameterized.TestCase):
-    @parameterized.named_parameters((p.__name__, p) for p in PROGRAMS)
-    def test_as_without_jit_and_as_with_flax(self, program):
-        expected = program(lambda f: f)
-        ours = program(jit)
-        close(ours, expected)
-        self.assertEqual(jax.tree.structure(ours), jax.tree.structure(expected))
-        close(ours, program(nnx.jit))
-
-    @parameterized.named_parameters(
-        (p.__name__, p)
-        for p in (jit_in_jit, new_parts_in_nested, same_object_in_nested, rngs_in_nested)
-    )
-    def test_shard_map_in_the_same_places(self, program):
-        mesh = mesh_of((1,), ("a",))
-
-        def transform(f):
-            return shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())
-
-        made = itertools.count()
-
-        def alternate(f):  # the first function is the shard_map, the others are compiled by jit
-            return transform(f) if next(made) == 0 else jit(f)
-
-        close(program(alternate), program(lambda f: f))
 
 
 class MixedTest(parameterized.TestCase):

@@ -17,11 +17,13 @@ from nestings import (
     MESHES,
     NAMES,
     OF_FLAX,
+    OF_OBJECTS,
     TRANSFORMS,
     Model,
     base,
     check,
     exists,
+    flax_jit,
     jit,
     shard_map,
 )
@@ -64,6 +66,13 @@ def test_a_failure_changes_nothing(transform, compiled):
     with pytest.raises(RuntimeError, match="of the user"):
         (t.jit(run) if compiled else run)(model, jnp.float32(0.3))
     assert snapshot(model) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", [jit, shard_map, flax_jit], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("program", OF_OBJECTS, ids=lambda x: x.__name__)
+def test_objects_in_nested_calls(program, outer):
+    check((program, outer), "graph=True,updates=True")
 
 
 @pytest.mark.slow
