@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 from nnx_sharding import accumulate_gradients, remat, stack, value_and_grad
 from nnx_sharding.experimental import context_parallel, dispatch_to_experts, expert_parallel
 from nnx_sharding.partition import fsdp, make_mesh, pipeline, replicated, tensor_parallel, zero1
-from nnx_sharding.training import fetched, offload
-from zoo import WIDTH, Block, Tied, assert_trains_alike, cross_entropy, layer
+from nnx_sharding.training import offload
+from zoo import WIDTH, Block, Tied, assert_trains_alike, cross_entropy, layer, step_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
 BEGIN, END = "<!-- written by tests/combinations.py -->\n", "<!-- end -->\n"
@@ -97,16 +97,6 @@ def model_of(attends: bool, dispatches: bool, stacked: bool, lean: bool):
     return functools.partial(Tied, blocks=make)
 
 
-def step_of(gradient):
-    def step(model, optimizer, x):
-        value, grads = gradient(model, x)
-        with fetched(optimizer):
-            optimizer.update(model, grads)
-        return value
-
-    return step
-
-
 def mesh_of(ways):
     sizes = {"data": 2}
     if ways & {"tensor", "sequence"} or ways >= {"Auto", "Explicit"}:
@@ -146,7 +136,7 @@ def run(*pair: str) -> str | None:
         gradient = accumulate_gradients(cross_entropy, steps=2)
     rows = ("data", "expert") if "experts" in ways else "data"
     spec = P(rows, "context") if attends else P(rows)
-    options = {"loss": cross_entropy, "step": step_of(gradient), "spec": spec}
+    options = {"loss": cross_entropy, "step": step_of(gradient, fetches=True), "spec": spec}
     strategy = functools.partial(sharding_of, ways)
     try:
         make = model_of(attends, "experts" in ways, stacked, "remat" in ways)

@@ -22,8 +22,8 @@ from nnx_sharding.cli.main import main
 from nnx_sharding.core.memory import main_memory, memory_of, other_memory
 from nnx_sharding.partition import fsdp
 from nnx_sharding.testing import assert_same
-from nnx_sharding.training import fetched, offload
-from zoo import mesh_of
+from nnx_sharding.training import offload
+from zoo import mean_square, mesh_of, step_of
 
 WORKER = pathlib.Path(__file__).parent / "processes" / "memories.py"
 sys.path.append(str(WORKER.parent))
@@ -78,12 +78,7 @@ def test_what_tells_the_memory():
 class TestSame:
     """``assert_same`` runs on one device what is declared with shardings on the mesh."""
 
-    @staticmethod
-    def step(model, optimizer, x):
-        value, gradient = value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
-        with fetched(optimizer):
-            optimizer.update(model, gradient)
-        return value
+    step = staticmethod(step_of(value_and_grad(mean_square), fetches=True))
 
     @pytest.mark.parametrize("kind", ["auto", "explicit"])
     def test_offloaded_and_named(self, kind):

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 from nnx_sharding import errors, jit, value_and_grad
 from nnx_sharding.partition import fsdp
 from nnx_sharding.training import fetched, offload
+from zoo import mean_square, step_of
 
 P = PartitionSpec
 X = np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(64, 64)
@@ -32,18 +33,13 @@ def test_training(kind):
         sharding = fsdp(model, mesh=mesh, optimizer=optimizer, min_size=0)
         of_optimizer = offload(sharding, optimizer, mesh=mesh) if is_offloaded else sharding
 
-        @jit(
+        step = jit(
+            step_of(value_and_grad(mean_square), fetches=True),
             in_shardings=(sharding, of_optimizer, P("data")),
             donate_argnums=(0, 1),
             mesh=mesh,
             max_traces=1,
         )
-        def step(model, optimizer, x):
-            value, gradient = value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
-            with fetched(optimizer):
-                optimizer.update(model, gradient)
-            return value
-
         losses = [step(model, optimizer, X) for _ in range(3)]
         results.append((losses, jax.tree.map(np.asarray, nnx.state(model))))
         kinds = {x.sharding.memory_kind for x in jax.tree.leaves(optimizer.opt_state) if x.ndim}

@@ -35,15 +35,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
+import zoo
 from draws import of_a_night, try_all
 from nnx_sharding import jit, value_and_grad
 from nnx_sharding.analysis import collectives_of
 from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import (
     from_rules,
-    fsdp,
     override,
-    replicated,
     specs_by_path,
     tensor_parallel,
 )
@@ -95,14 +94,8 @@ def loss_of(logits, tokens):
     return losses.mean()
 
 
-STRATEGIES = {
-    "replicated": replicated,
-    "tensor_parallel": tensor_parallel,
-    "sequence": lambda model, mesh: tensor_parallel(model, mesh=mesh, sequence=True),
-    "fsdp": lambda model, mesh: fsdp(model, mesh=mesh, min_size=0),
-    "both": lambda model, mesh: fsdp(
-        model, mesh=mesh, min_size=0, base=tensor_parallel(model, mesh=mesh)
-    ),
+NAMES = ("replicated", "tensor", "sequence", "fsdp", "both")
+STRATEGIES = {name: zoo.STRATEGIES[name] for name in NAMES} | {
     "from_rules": lambda model, mesh: from_rules(
         {"(up|head)/kernel": P(None, "model"), "down/kernel": P("model")}, default=P()
     ),
@@ -179,7 +172,7 @@ def step_of(cell, differentiate):
 
 
 def mesh_of(types):
-    return jax.make_mesh((2, 4), ("data", "model"), types, devices=jax.devices()[:8])
+    return zoo.mesh_of((2, 4), ("data", "model"), types)
 
 
 def sharding_of(cell, model, mesh):
@@ -332,13 +325,13 @@ def test_many():
 @pytest.mark.parametrize("types", ["explicit", "columns explicit"])
 def test_only_a_loss_outside_of_the_model_is_warned_of(types):
     for place, count in {"method": 0, "function": 1}.items():
-        _, seen = ours(Cell("tensor_parallel", types, "parameters", place, "whole", True))
+        _, seen = ours(Cell("tensor", types, "parameters", place, "whole", True))
         assert len(seen) == count, place
 
 
 @pytest.mark.parametrize("types", TYPES)
 def test_no_cache_of_the_users_is_gathered(types):
-    cell = Cell("tensor_parallel", types, "own", "method", "whole", False)
+    cell = Cell("tensor", types, "own", "method", "whole", False)
     assert ours(cell)[0] == plain(dataclasses.replace(cell, types="auto"), unsaid)
 
 
@@ -428,10 +421,9 @@ def test_what_is_declared_for_the_head_holds_for_the_model(spec):
     assert seen[-1] == P(*spec, *[None] * (3 - len(spec)))
 
 
-def mapped_in(step, types, strategy="tensor_parallel"):
+def mapped_in(step, types, strategy="tensor"):
     """The results of a step of rows, jitted with a strategy, and in eager Python."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), TYPES[types])
-    model, tokens = Model(None, nnx.Rngs(0)), jnp.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % 11
+    mesh, model, tokens = mesh_of(TYPES[types]), Model(None, nnx.Rngs(0)), TOKENS_OF_ROWS
     shardings = STRATEGIES[strategy](model, mesh=mesh), P("data")
     with warnings.catch_warnings(action="ignore", category=UnshardedWarning):
         found = jit(step, in_shardings=shardings, mesh=mesh)(Model(None, nnx.Rngs(0)), tokens)

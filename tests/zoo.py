@@ -28,6 +28,7 @@ from nnx_sharding.partition import (
 )
 from nnx_sharding.partition.variables import variables
 from nnx_sharding.specs.fitting import fit_sharding
+from nnx_sharding.training import fetched
 
 P = PartitionSpec
 MESH = AbstractMesh((2, 4), ("data", "model"))
@@ -485,12 +486,14 @@ def flax_gradient(loss):
     return nnx.value_and_grad(loss, argnums=nnx.DiffState(0, TRAINED))
 
 
-def step_of(gradient):
-    """A training step with this gradient of a loss."""
+def step_of(gradient, *, fetches=False):
+    """A training step with this gradient of a loss; it may fetch what an optimizer offloads."""
+    around = fetched if fetches else contextlib.nullcontext
 
     def step(model, optimizer, batch):
         value, gradients = gradient(model, batch)
-        optimizer.update(model, gradients)
+        with around(optimizer):
+            optimizer.update(model, gradients)
         return value
 
     return step
