@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from nnx_sharding import StateSharding
 from nnx_sharding.errors import NoMeshError
 from nnx_sharding.placement import process_rows, shard_batches
-from zoo import mesh_of
+from zoo import fails, mesh_of
 
 try:
     import grain
@@ -312,10 +312,8 @@ class ErrorTest(TestCase):
     def check(self, error, parts, batches, spec=P("data"), mesh=MESH, **options):  # noqa: B008
         """Iterating raises an error with all of these parts, with a thread and without."""
         for prefetch in (0, 2):
-            with self.assertRaises(error) as caught:
+            with fails(error, *parts):
                 list(padded(batches, spec, mesh, prefetch=prefetch, **options))
-            for part in parts:
-                self.assertIn(part, str(caught.exception))
 
     def test_leading_dimensions(self):
         batch = {"a": np.ones(8), "b": [np.ones((7, 2))], "c": np.ones((8, 1))}

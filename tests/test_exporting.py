@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from nnx_sharding import StateSharding, errors, export, jit, shard_map
-from zoo import MLP, Counter, Net, P, assert_same_state, mesh_of, mlp_specs, numbers
+from zoo import MLP, Counter, Net, P, assert_same_state, fails, mesh_of, mlp_specs, numbers
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 
@@ -488,61 +488,55 @@ class ManifestTest(Case):
 
 
 class MistakesTest(Case):
-    def check(self, error, texts, function):
-        with self.assertRaises(error) as caught:
-            function()
-        for text in texts:
-            self.assertIn(text, str(caught.exception))
-
     def test_arrays(self):
         loaded = self.export(forward(), MLP(), X)
         given = {"up": {"kernl": X}, "down": {"kernel": np.ones((16, 5), np.float32)}}
-        self.check(
-            TypeError,
-            (
-                "apply was exported for other arrays",
-                "model.up.kernel, float32[4,16] P(None, 'model')",
-                "model.up.kernl; did you mean 'model.up.kernel'?",
-                "model.down.kernel: float32[16,5], not float32[16,4]",
-                "x: int32[8,4], not float32[8,4]",
-            ),
-            lambda: loaded.call(given, X.astype(np.int32)),
+        problems = (
+            "apply was exported for other arrays",
+            "model.up.kernel, float32[4,16] P(None, 'model')",
+            "model.up.kernl; did you mean 'model.up.kernel'?",
+            "model.down.kernel: float32[16,5], not float32[16,4]",
+            "x: int32[8,4], not float32[8,4]",
         )
-        self.check(TypeError, ("x: a str, not",), lambda: loaded.call(MLP(), "x"))
-        self.check(TypeError, ("Missing", "x, float32[8,4]"), lambda: loaded.call(MLP(), None))
-        abstract = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-        self.check(TypeError, ("x: a ShapeDtypeStruct",), lambda: loaded.call(MLP(), abstract))
+        with fails(TypeError, *problems):
+            loaded.call(given, X.astype(np.int32))
+        with fails(TypeError, "x: a str, not"):
+            loaded.call(MLP(), "x")
+        with fails(TypeError, "Missing", "x, float32[8,4]"):
+            loaded.call(MLP(), None)
+        with fails(TypeError, "x: a ShapeDtypeStruct"):
+            loaded.call(MLP(), jax.ShapeDtypeStruct((8, 4), jnp.float32))
 
     def test_arguments(self):
         fun = jit(lambda model, x, n: model(x) * n, static_argnames="n")
         loaded = self.export(fun, MLP(), X, 3)
-        self.check(
-            TypeError,
-            ("x: missing", "modle: unknown; did you mean 'model'?", "n: static", "as 3"),
-            lambda: loaded.call(modle=MLP(), n=3),
-        )
-        self.check(TypeError, ("3 positional", "takes 2"), lambda: loaded.call(MLP(), X, 3))
-        self.check(TypeError, ("x: passed twice",), lambda: loaded.call(MLP(), X, x=X))
+        unknown = "modle: unknown; did you mean 'model'?"
+        with fails(TypeError, unknown, "n: static", "as 3", "x: missing"):
+            loaded.call(modle=MLP(), n=3)
+        with fails(TypeError, "3 positional", "takes 2"):
+            loaded.call(MLP(), X, 3)
+        with fails(TypeError, "x: passed twice"):
+            loaded.call(MLP(), X, x=X)
 
     def test_wide_types(self):
         with jax.enable_x64(True):
             loaded = self.export(jit(lambda x: x * 2), np.ones(3))
             self.assertEqual(loaded.call(np.ones(3)).output.dtype, np.float64)
-        self.check(TypeError, ("float64", "jax_enable_x64"), lambda: loaded.call(np.ones(3)))
+        with fails(TypeError, "float64", "jax_enable_x64"):
+            loaded.call(np.ones(3))
 
     def test_functions_and_arguments_that_cannot_be_exported(self):
         make = export.export
-        self.check(TypeError, ("jax.jit", "jax.export"), lambda: make(jax.jit(apply)))
-        self.check(ValueError, ("'cuda' or 'rocm'",), lambda: make(jit(apply), platforms="gpu"))
-        ref = jax.new_ref(jnp.ones(2))
-        self.check(TypeError, ("box.ref: ",), lambda: make(jit(read))(nnx.Dict(ref=ref)))
+        with fails(TypeError, "jax.jit", "jax.export"):
+            make(jax.jit(apply))
+        with fails(ValueError, "'cuda' or 'rocm'"):
+            make(jit(apply), platforms="gpu")
+        with fails(TypeError, "box.ref: "):
+            make(jit(read))(nnx.Dict(ref=jax.new_ref(jnp.ones(2))))
 
     def test_jax_export_names_ours(self):
-        self.check(
-            TypeError,
-            ("apply", "nnx_sharding.export.export"),
-            lambda: jax.export.export(jit(apply))(MLP(), X),
-        )
+        with fails(TypeError, "apply", "nnx_sharding.export.export"):
+            jax.export.export(jit(apply))(MLP(), X)
 
     @parameterized.named_parameters(
         ("static", lambda m: setattr(m, "flag", 1), "model.flag: 0 → 1"),
@@ -565,11 +559,8 @@ class MistakesTest(Case):
         def fun(model):
             change(model)
 
-        self.check(
-            ValueError,
-            ("fun cannot be exported", text),
-            lambda: export.export(jit(fun))(model),
-        )
+        with fails(ValueError, "fun cannot be exported", text):
+            export.export(jit(fun))(model)
         self.assertEqual(model.flag, 0)
 
     def test_without_flatbuffers(self):
@@ -580,7 +571,8 @@ class MistakesTest(Case):
                 del sys.modules[name]  # it imports flatbuffers once it is used again
             texts = "flatbuffers", "pip install 'nnx_sharding[export]'"
             for function in (lambda: exported.save(self.path), lambda: export.load(self.path)):
-                self.check(ImportError, texts, function)
+                with fails(ImportError, *texts):
+                    function()
 
 
 def read(box):

@@ -24,6 +24,7 @@ from zoo import (
     assert_same,
     assert_same_state,
     compilations,
+    fails,
     mesh_of,
     mlp_specs,
     values,
@@ -459,10 +460,8 @@ class CallTest(parameterized.TestCase):
         assert_same(self, ours(3, X), theirs(X))
 
     def check_refused(self, names, compiled, *args, **kwargs):
-        with self.assertRaises(TypeError) as caught:
+        with fails(TypeError, *names):
             compiled(*args, **kwargs)
-        for name in names:
-            self.assertIn(name, str(caught.exception))
 
     def test_another_static_argument_is_refused(self):
         compiled = jit(train, static_argnums=2).lower(MLP(), X, 2).compile()
