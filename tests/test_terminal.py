@@ -160,7 +160,7 @@ def test_text_is_laid_out_as_rich_does(data):
     count = data.draw(st.integers(1, 4))
     cell = st.sampled_from(CELLS)
     row = st.tuples(*[cell | st.builds(tables.text, cell, st.just("blue"))] * count)
-    drawn = tables.table(
+    drawn = tables.Table(
         data.draw(row),
         data.draw(st.lists(row, max_size=4)),
         numbers=data.draw(st.integers(0, count)),
