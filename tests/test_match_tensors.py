@@ -232,6 +232,57 @@ def test_rules_that_fit_but_are_wrong_fail_the_proof(tmp_path, mistake):
         assert_logits(model, published.llama(tensors, TOKENS))
 
 
+class Adapted(nnx.Module):
+    """An adapter of our own for a layer to heads."""
+
+    def __init__(self, base):
+        self.base = base
+        inputs, *outputs = base.kernel.shape
+        self.lora_a = nnx.LoRAParam(jnp.full((inputs, 2), jnp.nan))
+        self.lora_b = nnx.LoRAParam(jnp.full((2, *outputs), jnp.nan))
+
+    def __call__(self, x):
+        return self.base(x) + jnp.tensordot(x @ self.lora_a[...], self.lora_b[...], 1)
+
+
+class AdaptedAttention(Attention):
+    def __init__(self):
+        super().__init__()
+        self.query, self.value = Adapted(self.query), Adapted(self.value)
+
+
+class AdaptedMLP(MLP):
+    """Both kinds of Flax: one is around a layer, and the other is in it."""
+
+    def __init__(self):
+        super().__init__()
+        rngs = nnx.Rngs(0)
+        self.up = nnx.LoRA(EMBED, 2, HIDDEN, base_module=self.up, rngs=rngs)
+        self.down = nnx.LoRALinear(HIDDEN, EMBED, lora_rank=2, use_bias=False, rngs=rngs)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_bases_and_adapters(tmp_path, stacked):
+    """Names of wrappers do not hide those of layers, and adapters have the names of PEFT."""
+    adapters, merged, tensors = published.Made(1), {}, published.decoder_tensors()
+    for name, x in tensors.items():
+        merged[name] = x
+        if re.search("(q|v|up|down)_proj", name):
+            prefix = f"base_model.model.{name.removesuffix('.weight')}"
+            adapters.matrix(a := f"{prefix}.lora_A.weight", 2, x.shape[1])
+            adapters.matrix(b := f"{prefix}.lora_B.weight", x.shape[0], 2)
+            merged[name] = x + adapters[b] @ adapters[a]
+    (tmp_path / "base").mkdir()
+    base = written(tmp_path / "base", tensors)
+    model = Llama(AdaptedAttention, AdaptedMLP, stacked=stacked)
+    model, _ = loaded(base, model, only=nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
+    model, rules = loaded(written(tmp_path, adapters), model, only=nnx.LoRAParam)
+    assert_logits(model, published.llama(merged, TOKENS))
+    save_safetensors(tmp_path / "again", model, rules, only=nnx.LoRAParam)
+    again = safetensors.load_file(tmp_path / "again" / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, again, {**adapters})
+
+
 def linear(rows, columns, seed=0):
     return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
 
@@ -263,7 +314,8 @@ def numbered(name, count, *shape):
 
 def loaded(folder, model, **options):
     rules = match_tensors(model, folder, **options)
-    return load_safetensors(folder, model, rules), rules
+    only = {key: options[key] for key in options if key == "only"}
+    return load_safetensors(folder, model, rules, **only), rules
 
 
 def test_square_matrices_go_by_convention_and_the_rule_says_so(tmp_path):
@@ -491,6 +543,31 @@ def test_refuses(tmp_path, reason):
     with pytest.raises(CheckpointError, match=message) as caught:
         match_tensors(nnx.eval_shape(Llama), folder)
     assert str(tmp_path) in str(caught.value)
+
+
+AMBIGUOUS = {
+    "two fit": ((8, 4), (8, 4), "a.up.weight or b.up.weight"),
+    "one fits": ((8, 4), (16, 4), "a.up.weight, by its shape, but not by its name"),
+    "none fits": ((16, 4), (16, 4), "a.up.weight or b.up.weight"),
+}
+
+
+@pytest.mark.parametrize("case", AMBIGUOUS)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_ambiguous_names_have_the_tensors_that_fit(tmp_path, case, stacked):
+    *shapes, expected = AMBIGUOUS[case]
+    names = [f"layers.{{}}.{name}.up.weight" for name in "ab"]
+    folder = written(
+        tmp_path, numbered(names[0], 2, *shapes[0]) | numbered(names[1], 2, *shapes[1])
+    )
+    shape = (2, 4, 8) if stacked else (4, 8)
+    modules = [shaped(c__up__kernel=shape, d__up__kernel=shape) for _ in range(1 if stacked else 2)]
+    model = nnx.Dict(layers=modules[0] if stacked else nnx.List(modules))
+    number = "{}" if stacked else "0"
+    lines = expected.replace("a.", f"layers.{number}.a.").replace("b.", f"layers.{number}.b.")
+    path = "layers/c/up/kernel" if stacked else "layers/0/c/up/kernel"
+    with pytest.raises(CheckpointError, match=re.escape(f"Ambiguous:\n  {path}: {lines}\n")):
+        match_tensors(model, folder)
 
 
 def test_tensors_of_different_shapes_are_not_stacked(tmp_path):

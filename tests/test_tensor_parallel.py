@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from nnx_sharding import Carry, jit, scan
+from nnx_sharding import Carry, jit, scan, stack
 from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import fsdp, override, replicated, tensor_parallel, zero1
 from nnx_sharding.partition.variables import variables
@@ -183,6 +183,19 @@ class TensorParallelTest(parameterized.TestCase):
         self.check(functools.partial(general, 2), {})
         self.check(functools.partial(einsum, 4), {f"{name}/kernel": P(None, None, "model", None)})
         self.check(functools.partial(einsum, 2), {})
+
+    @parameterized.parameters("base_module", "base_layer", "base")
+    def test_heads_within_a_wrapper(self, wrapper):
+        class Heads(nnx.Module):
+            def __init__(self, rngs):
+                self.w = nnx.Param(rngs.normal((8, 4, 8)))
+
+        def wrapped(rngs):
+            return nnx.Dict(q_proj=nnx.Dict({wrapper: Heads(rngs)}))
+
+        self.check(wrapped, {f"q_proj/{wrapper}/w": P(None, "model", None)})
+        stacked = {f"layers/q_proj/{wrapper}/w": P(None, None, "model", None)}
+        self.check(lambda rngs: stack(wrapped, 3, rngs=rngs), stacked)
 
     def test_modules_of_the_user_with_other_subscripts(self):
         class Einsum(nnx.Module):
@@ -434,6 +447,19 @@ def test_split_heads_are_noted(attributes, split):
         for start in ((), ("opt_state", 0, "mu")):
             full_path = (*start, "attention", path, "kernel")
             assert {*spec_axes(sharding.map_prefix(full_path, model))} == {"data"}
+
+
+def test_split_heads_are_noted_within_a_wrapper():
+    def build():
+        attention = FewHeads(nnx.Rngs(0))
+        attention.num_kv_heads, base = 2, attention.k_proj
+        attention.k_proj = nnx.LoRA(64, 4, 16, base_module=base, rngs=nnx.Rngs(0))
+        return attention
+
+    mesh, model = AbstractMesh((2, 4), ("data", "model")), nnx.eval_shape(build)
+    rows = check_sharding(model, tensor_parallel(model, mesh=mesh), mesh).rows
+    noted = {row.path for row in rows if "heads are split" in (row.reason or "")}
+    assert noted == {"k_proj/base_module/kernel", "k_proj/lora_b", "v_proj/kernel"}
 
 
 class Unnamed(nnx.Module):

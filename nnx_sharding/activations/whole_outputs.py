@@ -43,7 +43,7 @@ from ..core.transform import Sharded
 from ..errors import UnshardedWarning, message, users_line, warn_or_raise
 from ..specs.activation_sharding import InOutSharding
 from ..specs.fitting import axes_of, entry_of, pad_entries, spec_axes
-from ..specs.paths import KEYS, Path
+from ..specs.paths import KEYS, WRAPPERS, Path
 from ..specs.types import AxisName
 from .calls import Frame, Shape, Tag, VariableSpecs
 from .explanations import exact_path
@@ -107,7 +107,8 @@ def sharded_heads(model: object, shape: Shape, sizes: Mapping[AxisName, int]) ->
     for path, variable in _variables_with_specs(model):
         # The name may be the module's or the kernel's: ("attention", "k_proj", "kernel") or
         # ("attention", "wk").
-        is_named = any(KEYS.fullmatch(str(name)) for name in path[-2:])
+        names = [str(key) for key in path if key not in WRAPPERS]
+        is_named = any(KEYS.fullmatch(name) for name in names[-2:])
         by_kernels = by_named_kernels if is_named else by_other_kernels
         for dimension in range(1, len(shape) - 1):  # without the first one and the features
             axes = _axes_of_heads(variable, shape[dimension], shape[-1], sizes)

@@ -288,13 +288,16 @@ class _Matching:
         # Names decide which tensors and arrays belong together. Then shapes decide how.
         links = Links(self._tensors, self._arrays)
         self._links = links.links
-        self._note_ambiguous_names(links)
+        self._note_ambiguous_names(links, in_any_order)
         self._choose_ways(in_any_order)
 
-    def _note_ambiguous_names(self, links: Links) -> None:
+    def _note_ambiguous_names(self, links: Links, in_any_order: Collection[str]) -> None:
         """Adds lines for arrays that several groups of tensors may fill, by their names.
 
-        Their names count as settled, so that no other line says that they are unmatched.
+        A line has the tensors that fit the array; all of them if none fits. All these names count
+        as settled, so that no other line says that they are unmatched.
+
+        ``in_any_order`` has the paths of kernels whose dimensions may be in any order.
         """
         # An array's group is in `ambiguous` once for each group of tensors that may fill it.
         rivals_of: dict[str, list[Group]] = {}  # by the template of the arrays
@@ -304,11 +307,15 @@ class _Matching:
             rivals_of.setdefault(arrays.template.text, []).append(tensors)
         for template, arrays in arrays_of.items():
             rivals = rivals_of[template]
+            fitting_paths = [_fitting_paths(Link(rival, arrays), in_any_order) for rival in rivals]
             for numbers, path in arrays.names.items():
                 # If tensors and arrays are not numbered alike, the line has the template of the
                 # tensors instead of a name.
                 possible = [rival.names.get(numbers, rival.template.text) for rival in rivals]
-                self._ambiguous.append(f"  {path}: {' or '.join(possible)}")
+                pairs = zip(possible, fitting_paths, strict=True)
+                fitting = [name for name, paths in pairs if path in paths]
+                note = ", by its shape, but not by its name" if len(fitting) == 1 else ""
+                self._ambiguous.append(f"  {path}: {' or '.join(fitting or possible)}{note}")
             for group in (arrays, *rivals):
                 self._settled |= {*group.names.values()}
 
@@ -497,6 +504,11 @@ def _fits(link: Link, in_any_order: Collection[str]) -> Iterator[_Fit]:
                     tensor_shape, array_shape, order, convention, stacks=stacks, fused=fused
                 )
         yield _Fit(link, numbers, sources, by_order)
+
+
+def _fitting_paths(link: Link, in_any_order: Collection[str]) -> set[str]:
+    """Returns the paths of the arrays of a link that their tensors fit in some way."""
+    return {fit.path for fit in _fits(link, in_any_order) if any(fit.by_order.values())}
 
 
 def _convention(link: Link, *, in_any_order: bool) -> Convention:

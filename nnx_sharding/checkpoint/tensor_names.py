@@ -3,8 +3,9 @@ r"""Reads the meaning of weights' names, so that names of a file and of a model 
     model.layers.3.self_attn.q_proj.weight  ┐  the "q" of layer 3, a weight
     blocks/3/attention/query/kernel         ┘
 
-A name is read from its end: its *kind* (weight, bias), its *part* (``q``, by a table of synonyms,
-otherwise the last word), its numbers (which layer, which expert), and the words around the part.
+A name is read from its end: its *kind* (weight, bias, factor of LoRA), its *part* (``q``, by a
+table of synonyms, otherwise the last word), its numbers (which layer, which expert), and the words
+around the part.
 Names that differ only in their numbers have one *template*,
 ``model.layers.{}.self_attn.q_proj.weight``.
 
@@ -20,6 +21,8 @@ import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+from ..specs.paths import WRAPPERS
 
 # Patterns for the ways in which a concept is written, and the one spelling that the tables below
 # have for it.
@@ -42,13 +45,17 @@ _KINDS = {
     **dict.fromkeys(("weight", "kernel", "scale", "embedding", "w", "gamma"), "weight"),
     **dict.fromkeys(("bias", "b", "beta"), "bias"),
     **{"running_mean": "mean", "mean": "mean", "running_var": "var", "var": "var"},
+    # The factors of LoRA, in Flax and in PEFT, whose adapters have `q_proj.lora_A.weight`.
+    **{"lora_a": "lora_a", "lora_A": "lora_a", "lora_b": "lora_b", "lora_B": "lora_b"},
 }
 # Words for a list of layers. A name with one of them is in a layer.
 _LAYERS = {"layer", "layers", "block", "blocks", "h", "resblocks"}
 # A number that counts layers or the like: a segment of its own, or the end of one, `layers_3`.
 _NUMBER = re.compile(r"((?:^|[./])(?:(?:layers?|blocks?|experts?)_)?)([0-9]+)(?=[./]|$)")
-# Words for a whole model, which are left out, because they tell nothing about its parts.
-_WRAPPERS = {"model", "transformer", "language_model", "text_model", "module", "params", "backbone"}
+# Words for a whole model, and for a layer in a wrapper. They are left out, because they tell
+# nothing about the parts of the model.
+_MODELS = "model base_model transformer language_model text_model module params backbone"
+_LEFT_OUT = WRAPPERS | {*_MODELS.split()}
 # Words that tell apart the halves of a model that have parts of the same names.
 _TOWERS = re.compile("(encoder|decoder|vision|audio|cross|shared|draft).*")
 
@@ -102,7 +109,9 @@ class Template(NamedTuple):
     """Names that differ only in their numbers."""
 
     text: str  # the names, with {} for each number
-    words: tuple[str, ...]  # the words in one spelling, without wrappers, numbers and the kind
+    words: tuple[
+        str, ...
+    ]  # the words in one spelling, without those of `_LEFT_OUT`, numbers and the kind
     counters: tuple[str, ...]  # the word for what each number counts, such as ("layer", "expert")
     in_layer: bool  # whether the words have one of `_LAYERS`
     part: str  # a part of `_IN_LAYERS` or `_ELSEWHERE`, such as "q"; else the last word
@@ -164,8 +173,8 @@ def _template(text: str) -> Template:
         counters.append(f"{counter}{len(counters)}" if counter in counters else counter)
     words, kind = _without_kind(words or [""])  # a name in a list of arrays is only a number
     spelled = [_spelled(word) for word in words]
-    # A wrapper stays if it is the only word, because a name needs a word.
-    words = [word for word in spelled if word not in _WRAPPERS] or spelled[-1:]
+    # Such a word stays if it is the only one, because a name needs a word.
+    words = [word for word in spelled if word not in _LEFT_OUT] or spelled[-1:]
     # The tables differ because a word such as `output` is part of attention or an MLP in a layer,
     # and the head elsewhere.
     in_layer = not _LAYERS.isdisjoint(words)

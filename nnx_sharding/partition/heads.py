@@ -27,7 +27,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..specs.fitting import axes_of, pad_entries
-from ..specs.paths import KEYS, QUERIES, Path
+from ..specs.paths import KEYS, QUERIES, WRAPPERS, Path
 from ..specs.types import AnyMesh
 from .variables import Listing, SpecsByPath
 
@@ -87,10 +87,12 @@ def _projection(path: Path) -> tuple[str, Path]:
     ``blocks/0/attention``. For a parameter that is no projection, the name is "", the path ().
     """
     # The name is the last key of a parameter ``wk``, and the last but one of ``k_proj/kernel``.
-    for length in (len(path) - 1, len(path) - 2):
-        name = str(path[length]) if length >= 0 else ""
+    # Wrappers do not count: ``k_proj/base_module/kernel`` is the kernel of ``k_proj``.
+    indices = [index for index, key in enumerate(path) if key not in WRAPPERS]
+    for index in reversed(indices[-2:]):
+        name = str(path[index])
         if QUERIES.fullmatch(name) or KEYS.fullmatch(name):
-            return name, path[:length]
+            return name, path[:index]
     return "", ()
 
 

@@ -33,7 +33,7 @@ from .. import _compat
 from ..errors import UnshardedWarning, message, warn_or_raise
 from ..specs.filters import Paths
 from ..specs.fitting import axes_of
-from ..specs.paths import Path, path_string
+from ..specs.paths import WRAPPERS, Path, path_string
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyMesh, AxisName
 from .heads import notes_of_split_heads
@@ -48,10 +48,6 @@ from .strategies import (
     shard_dimension,
 )
 from .variables import Listing, NamedVariable, SpecsByPath, listing_of
-
-# Attributes of wrappers around a layer. Wrappers do not say what the layer is for, so the name of
-# the layer is the key before them.
-_WRAPPERS = frozenset({"base_module", "layer_instance", "lora"})
 
 # A warning names a replicated parameter if it has this share of all elements, and at least this
 # number of elements. The number keeps small models, which users try first, from being warned,
@@ -337,7 +333,7 @@ def _layers(listing: Listing, known: Mapping[int | Path, NamedVariable]) -> Iter
         rules, attributes = rules_of_layer(module, known)  # no rules for most modules
         # The name is the last attribute on the path that is no wrapper: ``q_proj`` for
         # ``q_proj/lora`` and ``q_proj/0``.
-        names = (key for key in reversed(path) if isinstance(key, str) and key not in _WRAPPERS)
+        names = (key for key in reversed(path) if isinstance(key, str) and key not in WRAPPERS)
         name = next(names, "")
         layers += [_RuledLayer(path, index, module, name, rule, attributes) for rule in rules]
     return iter(sorted(layers, key=lambda layer: -len(layer.path)))

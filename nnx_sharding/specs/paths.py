@@ -18,6 +18,11 @@ Path: TypeAlias = tuple[Any, ...]
 QUERIES = re.compile("query|(to_|w)?q(_proj)?")
 KEYS = re.compile("key|value|(to_|w)?[kv](_proj)?")  # projections to keys and to values
 
+# Attributes of wrappers for the layer within them: those of Flax (`nnx.LoRA`, `nnx.LoRALinear`,
+# `nnx.SpectralNorm`), of PEFT, and a usual one of users. They do not say what the layer is for, so
+# its name is the key before them: `q_proj` for `q_proj/base_module/kernel`.
+WRAPPERS = frozenset({"base_module", "lora", "layer_instance", "base_layer", "base"})
+
 
 class Item(str):
     """A string that is a key of a dict in a path: equal to the string, but shown as ``['key']``."""
