@@ -18,11 +18,13 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from nnx_sharding.checkpoint import Checkpoints, ModelRestore, ModelSave, restore, save
 from nnx_sharding.errors import CheckpointError
 from nnx_sharding.placement import shard_batches
 from test_checkpoints import contents_of, flip
+from zoo import mesh_of
 
 WORKER = Path(__file__).parent / "processes" / "killed.py"
 RECORDED = Path(__file__).parent / "recorded" / "orbax_0_11_20"
@@ -190,6 +192,77 @@ def test_going_back_and_damage(tmp_path):
         places = ["state[0]", "state['files'][1]['b'][2.5]", "state['files'][1]['b'][None]"]
         assert str(caught.value).splitlines()[1:4] == [f"  {place}" for place in places]
         assert checkpoints.save(6, tree, data=data)
+
+
+class Numbered:
+    """A data iterator with a state of another kind than `Counter`, or of `shard_batches`."""
+
+    def __init__(self):
+        self.i = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.i += 1
+        return np.full((8, 2), self.i, np.float32)
+
+    def get_state(self):
+        return {"i": self.i}
+
+    def set_state(self, state):
+        self.i = -1  # changes before it fails
+        self.i = state["i"]
+
+
+class Renamed(Numbered):
+    """The same, with another key in the state."""
+
+    def get_state(self):
+        return {"j": self.i}
+
+
+def batches(loader=Numbered):
+    return iter(shard_batches(loader(), P("data"), mesh_of((8,), ("data",))))
+
+
+OTHER_DATA = {
+    "the loader instead of shard_batches": (batches, Numbered, r"KeyError: 'i'"),
+    "shard_batches instead of the loader": (Numbered, batches, "ValueError: .*expected a state"),
+    "another loader": (Counter, Numbered, r"KeyError: 'i'"),
+    "another loader in shard_batches": (
+        lambda: batches(Renamed),
+        batches,
+        r"KeyError: 'i'",
+    ),
+    "bytes instead of JSON": (lambda: b"\x00", Numbered, "JSONDecodeError"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_DATA)
+def test_another_data_iterator_refuses_the_state(tmp_path, case):
+    make_saved, make, cause = OTHER_DATA[case]
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, trained(step), data=make_saved())
+        model, data = trained(3), make()
+        before, state = contents_of(model), data.get_state()
+        expected = rf"step 2: data=.*refuses.*{cause}.*\nPass an iterator like.*shard_batches"
+        with pytest.raises(CheckpointError, match=expected) as caught:
+            checkpoints.resume(model, data=data)
+        assert "Earlier steps" not in str(caught.value)
+        assert contents_of(model) == before and data.get_state() == state
+        assert checkpoints.resume(model) == 2
+
+
+def test_key_errors_of_the_user_stay(tmp_path):
+    def only(path, variable):
+        raise KeyError("mine")
+
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, trained(1))
+        with pytest.raises(KeyError, match="mine"):
+            checkpoints.resume(trained(2), only=only)
 
 
 def test_a_full_disk(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pathlib
 import re
@@ -497,6 +498,100 @@ Of another dtype (cast=True converts among floats and among integers):
         for part in {"value": {"b": make[inner]()}}, {"b": make[outer]()}:
             [found] = jax.tree.leaves(restore(self.path, {"a": part}))
             np.testing.assert_array_equal(found, [1, 1])
+
+    # The parameters whose moments are saved and those that are restored, and whether a filter can
+    # leave out the others.
+    WRT = (
+        ("head", "all", True),
+        ("head", "body", True),
+        ("all", "head", None),  # nothing is missing
+        ("kernels", "all", True),
+        ("first block", "all", False),
+    )
+
+    @parameterized.product(case=WRT, chained=[False, True], stacked=[False, True])
+    def test_an_optimizer_of_other_parameters(self, case, chained, stacked):
+        filters = {
+            "all": nnx.Param,
+            "head": nnx.All(nnx.Param, nnx.PathContains("head")),
+            "body": nnx.All(nnx.Param, nnx.Not(nnx.PathContains("head"))),
+            "kernels": nnx.All(nnx.Param, nnx.PathContains("kernel")),
+            "first block": nnx.All(nnx.Param, lambda path, _: path[:2] == ("blocks", 0)),
+        }
+        saved_wrt, wrt, has_filter = case
+        tx = optax.chain(optax.clip(1.0), optax.adam(0.1)) if chained else optax.adam(0.1)
+
+        def make(wrt):
+            rngs = nnx.Rngs(0)
+            layers = [nnx.Linear(4, 4, rngs=rngs) for _ in range(4)]
+            blocks = stack(layers[:2]) if stacked else nnx.List(layers[:2])
+            model = nnx.Dict(blocks=blocks, body=layers[2], head=layers[3])
+            optimizer = nnx.Optimizer(model, tx, wrt=filters[wrt])
+            grads = nnx.state(model, filters[wrt])
+            optimizer.update(model, jax.tree.map(jnp.ones_like, grads))
+            return model, optimizer
+
+        if stacked and saved_wrt == "first block":
+            return
+        save(self.path, saved := make(saved_wrt))
+        model, optimizer = make(wrt)
+        with self.assertRaisesRegex(CheckpointError, "does not fit") as caught:
+            restore(self.path, (model, optimizer))
+        text = str(caught.exception).replace("\n", " ")
+        self.assertNotIn("another Optax", text)
+        if has_filter is None:
+            restore(self.path, (model, optimizer), only=...)
+        elif has_filter:
+            [only] = re.findall(r"and keep the others, pass only=(.*?)\. To keep none", text)
+            restore(self.path, (model, optimizer), only=eval(only))
+        else:
+            self.assertIn("nnx.update(optimizer, nnx.state(old))", text)
+            old = make(saved_wrt)[1]
+            restore(self.path, (model, old))
+            nnx.update(optimizer, nnx.state(old))
+        expected, found = contents_of(saved[1]), contents_of(optimizer)
+        shared = expected.keys() & found.keys()
+        self.assertGreater(len(shared), 1)
+        self.assertEqual({x: found[x] for x in shared}, {x: expected[x] for x in shared})
+
+    PLACES = {
+        "adam": lambda: optax.adam(0.1),
+        "adam alone": lambda: optax.scale_by_adam(),
+        "second of a chain": lambda: optax.chain(optax.clip(1.0), optax.adam(0.1)),
+        "in a chain of a chain": lambda: optax.chain(
+            optax.chain(optax.clip(1.0), optax.adamw(optax.constant_schedule(0.1))),
+            optax.scale(1.0),
+        ),
+        "with a field": lambda: optax.apply_if_finite(optax.adam(0.1), 3),
+    }
+
+    @parameterized.parameters(*itertools.permutations(PLACES, 2))
+    def test_moments_in_another_place(self, saved_in, place):
+        """What the message proposes carries the moments over."""
+
+        def make(name):
+            model = MLP()
+            optimizer = nnx.Optimizer(model, self.PLACES[name](), wrt=nnx.Param)
+            optimizer.update(model, nnx.state(model, nnx.Param))
+            return model, optimizer
+
+        save(self.path, saved := make(saved_in))
+        model, optimizer = make(place)
+        for path, variable in nnx.to_flat_state(nnx.state(optimizer, nnx.OptState)):
+            if "opt_state" in path:
+                variable[...] = jnp.zeros_like(variable[...])
+        with self.assertRaisesRegex(CheckpointError, "another Optax transformation") as caught:
+            restore(self.path, (model, optimizer))
+        text = str(caught.exception).replace("\n", " ")
+        [places, rest] = re.findall(r"has them: (\{'step'.*\})(.*)\.$", text)[0]
+        options = {"only": ...} if "only=..." in rest else {}
+        restore(self.path, (model, eval(places, {"optimizer": optimizer})), **options)
+
+        def moments(optimizer):
+            contents = contents_of(optimizer).items()
+            return [value for path, value in contents if {"mu", "nu"} & {*path}]
+
+        self.assertEqual(moments(optimizer), moments(saved[1]))
 
     def test_another_optimizer(self):
         def make(tx):

@@ -40,6 +40,7 @@ from ..specs.fitting import fit_sharding, without_reductions
 from . import names
 from .agreement import Operation
 from .names import Name, NamedArray
+from .optimizer_states import remedy_for_optimizer
 from .stored import KEY_KINDS, Entry, FilePath, Stored, digest, key_words, load, opened
 
 if TYPE_CHECKING:
@@ -226,7 +227,12 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
         names.OF_ANOTHER_DTYPE: dtypes,
     }
     head = f"restore: {stored.folder} does not fit the model."
-    raise_if_any(CheckpointError, head, by_kind(problems), _remedy(missing, unknown, is_part))
+    remedy = _remedy(missing, unknown, is_part)
+    if missing and not remedy:
+        paths = {target.array.path: target.array.variable_path for target in targets}
+        found = [keys for path, keys in paths.items() if path not in missing]
+        remedy = remedy_for_optimizer([paths[path] for path in missing], found, unknown)
+    raise_if_any(CheckpointError, head, by_kind(problems), remedy)
 
 
 def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> str:
@@ -246,13 +252,6 @@ def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> 
             key = int(top) if top.isdecimal() else top
             part = "(model,)" if key == 0 else f"{{{key!r}: model}}"
             return f"The checkpoint has the model below {top}/: pass {part}, with only=... for it."
-    if missing and all("opt_state" in path.split("/") for path in (*missing, *unknown)):
-        return (
-            "The optimizer is of another Optax transformation than the saved one. Use that one, or "
-            "pass only=nnx.Not(nnx.PathContains('opt_state')): moments and schedules start anew. "
-            "To keep moments, pass a dict that has them where the checkpoint has them, such as "
-            "{'step': optimizer.step, 'opt_state': {0: optimizer.opt_state[1][0]}}."
-        )
     if is_part or missing or not unknown:
         return ""
     return "To restore only what the model has, pass only=... or another filter."

@@ -14,7 +14,7 @@ import json
 import operator
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -179,8 +179,8 @@ class Checkpoints:
         Raises:
           NoCheckpointError: no step is stored, or not this one.
           TypeError: ``data`` has no ``get_state`` or ``set_state``.
-          CheckpointError: as for ``restore``, or the step has no data state for this process.
-            Neither ``tree`` nor ``data`` is changed.
+          CheckpointError: as for ``restore``, or the step has no data state for this process, or
+            ``data`` refuses it. Neither ``tree`` nor ``data`` is changed.
         """
         args = ModelRestore(tree, sharding, mesh, **options)
         restored = self._restored(step, args, data)  # raises an error if there is no such step
@@ -276,48 +276,51 @@ class Checkpoints:
                     f"{', '.join(map(str, steps)) or 'nothing'}"
                     f"{suggestion(wanted_step, steps) or '.'}"
                 )
-            try:
-                with progress(f"restore step {wanted_step}"):
-                    return wanted_step, self._read(wanted_step, args, data)
-            except KeyError as error:  # Orbax raises it if a step has no such item
-                raise CheckpointError(
-                    f"Checkpoints: step {wanted_step}: {error.args[0]}"
-                ) from error
-            except (CheckpointError, FileNotFoundError) as error:
-                earlier = ", ".join(str(number) for number in steps if number < wanted_step)
-                hint = (
-                    f"\nEarlier steps: {earlier}. resume(..., step=..., discard_later=True) "
-                    "continues from one of them, and deletes those after it."
-                )
-                raise CheckpointError(f"{error}{hint if earlier else ''}") from error
+            earlier = [number for number in steps if number < wanted_step]
+            with progress(f"restore step {wanted_step}"):
+                return wanted_step, self._read(wanted_step, earlier, args, data)
 
-    def _read(self, step: int, args: ModelRestore, data: Any) -> Any:
+    def _read(self, step: int, earlier: Sequence[int], args: ModelRestore, data: Any) -> Any:
         """Sets the data to its state in a step, then reads the model, and returns its tree.
 
         If reading the model fails, the tree is unchanged, and the data get their old state back.
 
         Args:
+          earlier: the numbers of earlier steps, for messages.
           data: a data iterator, or None.
         """
-        old_state = None
-        if data is not None:
-            # The content is bytes, as `_encoded` has returned them.
-            content = self.manager.restore(step, args=ocp.args.Composite(data=_DataArgs()))[DATA]
-            old_state = data.get_state()
-            # The iterator's present state tells whether its states are bytes or JSON values.
-            try:
-                state = content if isinstance(old_state, bytes) else json.loads(content)
-            except ValueError as error:
-                raise CheckpointError(f"restore: the data state is damaged: {error}") from error
-            # The state is set before the model is read. If the iterator refuses the state, nothing
-            # has changed.
-            data.set_state(state)
+        if data is None:
+            return self._item(step, earlier, MODEL, args)
+        content = self._item(step, earlier, DATA, _DataArgs())  # bytes, as `_encoded` returned them
+        old_state = data.get_state()
         try:
-            return self.manager.restore(step, args=ocp.args.Composite(model=args))[MODEL]
+            # The state is set before the model is read, because the iterator may refuse it.
+            _set_state(data, step, content, is_json=not isinstance(old_state, bytes))
+            return self._item(step, earlier, MODEL, args)
         except BaseException:
-            if data is not None:
-                data.set_state(old_state)
+            data.set_state(old_state)
             raise
+
+    def _item(self, step: int, earlier: Sequence[int], name: str, args: Any) -> Any:
+        """Reads one item of a step, the model or the state of the data; errors name earlier steps.
+
+        Args:
+          earlier: the numbers of earlier steps.
+          args: the arguments for Orbax: a ``ModelRestore`` or a ``_DataArgs``.
+        """
+        try:
+            return self.manager.restore(step, args=ocp.args.Composite(**{name: args}))[name]
+        except KeyError as error:
+            if f'"{name}"' not in str(error):  # a function of the user raised it, such as a filter
+                raise
+            # Orbax raises it if a step has no such item.
+            raise CheckpointError(f"Checkpoints: step {step}: {error.args[0]}") from error
+        except (CheckpointError, FileNotFoundError) as error:
+            hint = (
+                f"\nEarlier steps: {', '.join(map(str, earlier))}. resume(..., step=..., "
+                "discard_later=True) continues from one of them, and deletes those after it."
+            )
+            raise CheckpointError(f"{error}{hint if earlier else ''}") from error
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -388,6 +391,28 @@ def _no_iterator(data: object, or_state: str = "") -> TypeError:
         # `data=iter(loader)` in each call would save the state of an iterator that has not begun.
         text += " Make one iterator, batches = iter(...), for the loop and for data=batches."
     return TypeError(text)
+
+
+def _set_state(data: Any, step: int, content: bytes, *, is_json: bool) -> None:
+    """Sets a data iterator to the state that was saved with a step.
+
+    Args:
+      content: the state as `_encoded` has written it.
+      is_json: whether states of the iterator are JSON values, not bytes.
+
+    Raises:
+      CheckpointError: the iterator refuses the state, because another kind of iterator saved it, or
+        the state is not JSON.
+    """
+    try:
+        data.set_state(json.loads(content) if is_json else content)
+    except Exception as error:  # of any type, because the user has written `set_state`
+        raise CheckpointError(
+            f"Checkpoints: step {step}: data={show(data)} refuses the state that was saved with "
+            f"the step: {type(error).__name__}: {error}\nPass an iterator like the one that was "
+            "saved, such as iter(shard_batches(...)) around the same loader. Without data=..., "
+            "only the model is restored."
+        ) from error
 
 
 def _encoded(iterator: Any) -> bytes:
