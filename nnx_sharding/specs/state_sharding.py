@@ -264,8 +264,8 @@ def filter_remedy(
         entries = ", ".join(shortened(f"'^{path_string(path)}$': P()" for path in added))
         return (
             "The function adds these, after the sharding was chosen: create them with the model, "
-            f"or pass nnx_sharding.partition.override(sharding, {{{entries}}}) with a spec for each; "
-            "P() replicates."
+            f"or pass nnx_sharding.partition.override(sharding, {{{entries}}}) with the spec of "
+            "each; P() replicates."
         )
     remedy = "call the strategy again for this model"
     types = list(dict.fromkeys(map(type, subjects)))
