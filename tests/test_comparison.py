@@ -186,6 +186,14 @@ class CompareTest(parameterized.TestCase):
         )  # fmt: skip
         assert found.figures["dp"]["arguments"] == KERNELS + ROWS * WIDTH * F32 // 2
 
+    def test_modes_are_those_of_the_jitted_function(self):
+        model = make()
+        shared = jit(lambda pair, x: pair[0](x), graph=True)
+        specs = {"dp": (None, P("data"))}
+        with nnx.set_graph_mode(False):
+            found = compare(specs, shared, [model, model], X, mesh={"data": 2})
+        assert found.figures["dp"]["arguments"] == KERNELS + ROWS * WIDTH * F32 // 2
+
     def test_numpy_arrays_have_the_dtype_of_a_call(self):
         def total(x):
             return x.sum()

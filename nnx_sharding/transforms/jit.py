@@ -357,6 +357,11 @@ def unjitted(function: Lifted[..., Any]) -> tuple[Callable[..., Any], dict[str, 
     transform: Any = function._transform
     options = {name: getattr(transform, name) for name in _KEPT}
     options |= function._options["roles"]._asdict()  # static and donated arguments
+    # The modes that the user chose, or the global flags when the function was decorated. They are
+    # left out where the flags of now give the same, because recipes show all options.
+    modes = (function._graph, function._updates)
+    if modes != _compat.graph_mode(None, None):
+        options |= zip(("graph", "graph_updates"), modes, strict=True)
     options["in_shardings"] = transform.in_specs.tree
     options["out_shardings"] = transform.out_specs.tree
     # The transform keeps the compiler's options as pairs, because these are hashable.
