@@ -38,7 +38,7 @@ from nnx_sharding.analysis.collectives import Collectives
 from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.errors import UnshardedWarning
 from nnx_sharding.partition import fsdp, make_mesh, pipeline, replicated, tensor_parallel, zero1
-from nnx_sharding.planning import plan
+from nnx_sharding.planning import plan, recipes
 from nnx_sharding.planning.arguments import Arguments
 from nnx_sharding.planning.axes import Axes
 from nnx_sharding.planning.candidates import Candidate
@@ -823,6 +823,12 @@ PROGRAMS = {
         step_in_another_order, in_another_order(Tied), ["fsdp + pipeline"], {"remat": [True, False]}
     ),
 }  # fmt: skip
+
+
+def test_recipes_import_what_exists():
+    names = {name for found in recipes._RECIPE_NAMES.values() for name in found}
+    exec("\n".join(recipes._imports(" ".join(names))), made := {})
+    assert names <= {*made}
 
 
 # Some losses are outside of the model, so that the strategy of the recipe gathers what it returns.

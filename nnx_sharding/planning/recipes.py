@@ -170,13 +170,13 @@ _RECIPE_NAMES: dict[str, dict[str, str]] = {
             "fsdp",
             "jit",
             "make_mesh",
-            "pipeline",
             "replicated",
             "tensor_parallel",
             "zero1",
         )
     },
     "nnx_sharding.experimental": {name: name for name in ("context_parallel", "expert_parallel")},
+    "nnx_sharding.partition": {"pipeline": "pipeline"},
     "nnx_sharding.planning.variants": {"with_remat": "with_remat"},
     "nnx_sharding.training": {"offload": "offload"},
 }
