@@ -805,6 +805,16 @@ class Cache(nnx.Module):
         self.length = nnx.Variable(jnp.int32(keys.shape[1]))
 
 
+class Wrapper(nnx.Module):
+    """A layer of another layer, as that of an adapter."""
+
+    def __init__(self, base):
+        self.base = base
+
+    def __call__(self, x):
+        return self.base(x)
+
+
 class MakesCache(nnx.Module):
     """A cache of four heads, of which a layer has as many outputs as its length times features."""
 
@@ -826,17 +836,25 @@ BY_HEADS = P(None, "model")
 
 
 @pytest.mark.parametrize(
-    ("name", "is_last", "kernel", "remedy"),
+    ("name", "is_last", "kernel", "remedy", "wrap"),
     [
-        ("k_proj", True, BY_HEADS, ": write P('data', None, 'model')"),
-        ("k_proj", False, BY_HEADS, ": write P('data', 'model')"),
-        ("k_proj", True, P(), None),  # its heads are whole anyway
-        ("unknown", True, BY_HEADS, ""),  # two dimensions may be that of heads
+        ("k_proj", True, BY_HEADS, ": write P('data', None, 'model')", False),
+        ("k_proj", True, BY_HEADS, ": write P('data', None, 'model')", True),
+        ("k_proj", False, BY_HEADS, ": write P('data', 'model')", False),
+        ("k_proj", True, P(), None, False),  # its heads are whole anyway
+        ("unknown", True, BY_HEADS, "", False),  # two dimensions may be that of heads
     ],
 )
-def test_which_dimension_of_a_cache_has_the_heads(name, is_last, kernel, remedy):
+def test_which_dimension_of_a_cache_has_the_heads(name, is_last, kernel, remedy, wrap):
     mesh = jax.make_mesh((2, 4), ("data", "model"))
-    model = nnx.eval_shape(lambda: MakesCache(name, is_last, nnx.Rngs(0)))
+
+    def make():
+        model = MakesCache(name, is_last, nnx.Rngs(0))
+        if wrap:
+            setattr(model, name, Wrapper(getattr(model, name)))
+        return model
+
+    model = nnx.eval_shape(make)
     specs = StateSharding(
         {nnx.PathContains("up"): BY_HEADS, nnx.PathContains(name): kernel, ...: P()},
         activations=ActivationSharding(infer=True),

@@ -542,7 +542,9 @@ Of another dtype (cast=True converts among floats and among integers):
         if has_filter is None:
             restore(self.path, (model, optimizer), only=...)
         elif has_filter:
-            [only] = re.findall(r"and keep the others, pass only=(.*?)\. To keep none", text)
+            [only] = re.findall(
+                r"and keep the others, pass only=(.*?)\. With the saved count", text
+            )
             restore(self.path, (model, optimizer), only=eval(only))
         else:
             self.assertIn("nnx.update(optimizer, nnx.state(old))", text)

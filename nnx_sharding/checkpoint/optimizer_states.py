@@ -46,7 +46,14 @@ def remedy_for_optimizer(
     )
     if are_all_there and all(any(_is_below([x], tree) for tree in trees_of_model) for x in unread):
         parameters = [path[len(moments[path]) :] for path in missing]
-        keep = _keep_moments(parameters, [path for path in found if _OPT_STATE in path])
+        found_states = [path for path in found if _OPT_STATE in path]
+        keep = _keep_moments(parameters, found_states)
+        # Adam divides moments by 1 - b ** count, as if each had been averaged `count` times. With
+        # b1 = 0.9, b2 = 0.999 and a large count, updates of new moments are 3 to 6 times as large.
+        if any(path[-1] == "count" for path in found_states):
+            keep += (
+                " With the saved count, Adam's first updates for these are several times larger."
+            )
         return (
             "The saved optimizer has moments of other parameters: its `wrt` was another one. "
             f"{keep} To keep none, pass {anew}."
