@@ -311,6 +311,23 @@ class StrictTest(parameterized.TestCase):
         with pytest.warns(UnusedFilterWarning, match=r"PathContains\('up'"):
             jit(lambda m: None, in_shardings=rules, mesh=mesh24())(MLP())
 
+    @parameterized.parameters(
+        ({nnx.Param: P(), nnx.PathContains("up"): P(None, "a"), ...: P()}, "PathContains.'up'"),
+        ({...: P(), nnx.PathContains("up"): P(None, "a")}, "PathContains.'up'"),
+        ({"up/kernel": P(None, "a"), ...: P()}, "a string is a tag here"),
+    )
+    def test_the_warning_comes_before_the_error_of_a_function_that_fails(self, rules, text):
+        def f(model):
+            raise ArithmeticError("the function")
+
+        sharding = StateSharding(rules)
+        error = self.assertRaisesRegex(ArithmeticError, "the function")
+        with pytest.warns(UnusedFilterWarning, match=text) as caught, error:
+            jit(f, in_shardings=sharding, mesh=mesh24())(MLP())
+        self.assertLen(caught, 1)
+        with self.assertRaisesRegex(StrictError, text):
+            jit(f, in_shardings=sharding, mesh=mesh24(), strict=True)(MLP())
+
     def test_a_filter_for_what_the_function_adds(self):
         rules = StateSharding({nnx.BatchStat: P("a"), ...: P()})
 

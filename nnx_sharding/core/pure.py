@@ -210,7 +210,15 @@ def _call_function(
         # The snapshot is taken in the context, because what this sets, such as tags of modules, is
         # no change of the user's function.
         snapshot = Snapshot(plan.structure, unflattened.objects)
-        return function(*args, **kwargs), snapshot
+        try:
+            return function(*args, **kwargs), snapshot
+        except Exception:
+            # A filter that decides nothing may be why the function fails: on Explicit axes, JAX
+            # refuses operations on arrays that were left whole. The warning would otherwise wait
+            # for the outputs, to which filters may apply as well.
+            transform = plan.transform
+            check_filters(plan.filter_uses, name=transform.name, strict=transform.strict)
+            raise
 
 
 def _flatten_after(
