@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_sharding import StateSharding, jit, stack
-from nnx_sharding.errors import NoMeshError, UnshardedWarning
+from nnx_sharding.errors import NoMeshError, UnshardedWarning, UnusedFilterWarning
 from nnx_sharding.experimental import context_parallel
 from nnx_sharding.partition import (
     fsdp,
@@ -130,6 +130,14 @@ def meshes(draw):
 
 sides = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8, 12, 48])
 arrays = st.lists(sides, max_size=4).map(tuple)
+
+
+class OwnCache(nnx.Cache):
+    pass
+
+
+class Weight(nnx.Variable):
+    pass
 
 
 class PytreeTest(parameterized.TestCase):
@@ -291,6 +299,76 @@ class FsdpTest(parameterized.TestCase):
         self.assertEqual(of((4, 8), (4, 8)), P(None, "data"))
         self.assertEqual(of((4, 8), (8, 4)), P())
 
+    @parameterized.parameters(
+        # what the Variable is, its shape, its spec of FSDP over 2 devices, and the reason
+        (nnx.Cache, (8, 64, 2, 8), P("data", None, None, None), None),  # requests, not positions
+        (OwnCache, (8, 64), P("data", None), None),
+        (nnx.Cache, (3, 64), P(), "a cache, whose first dimension (3) is not divided by 'data'"),
+        (nnx.Cache, (), P(), None),
+        (nnx.Param, (8, 64), P(None, "data"), None),
+        (
+            Weight,
+            (8, 64),
+            P(None, "data"),
+            "gathered where it is used, in the dtype of the product",
+        ),
+        (Weight, (3, 5), P(), None),
+    )
+    def test_variables_of_other_classes(self, cls, shape, spec, reason):
+        model = nnx.Dict(x=cls(jnp.zeros(shape)), kernel=nnx.Param(jnp.zeros((4, 8))))
+        sharding = fsdp(model, mesh=MESH, min_size=0)
+        self.assertEqual(sharding.find(("x",), model["x"])[1], spec)
+        *_, row = check_sharding(model, sharding, MESH).rows
+        self.assertEqual(row.path, "x")
+        self.assertEqual(bool(row.reason), bool(reason))
+        self.assertIn(reason or "", row.reason or "")
+
+    def test_caches_of_stacked_layers(self):
+        def layer(rngs):
+            attention = nnx.MultiHeadAttention(4, 16, decode=True, rngs=rngs)
+            attention.init_cache((8, 64, 16))
+            return attention
+
+        model = nnx.eval_shape(lambda: nnx.vmap(layer)(nnx.Rngs(0).split(6)))
+        base = tensor_parallel(model, mesh=MESH)
+        found = table(model, fsdp(model, mesh=MESH, base=base, min_size=0))
+        # (layers, requests, positions, heads, features)
+        self.assertEqual(found["cached_key"], P(None, "data", None, "model", None))
+
+    @parameterized.parameters("auto", "explicit")
+    def test_decoding_sends_no_cache(self, kind):
+        def make():
+            attention = nnx.MultiHeadAttention(4, 16, decode=True, rngs=nnx.Rngs(0))
+            attention.init_cache((8, 64, 16))
+            return attention
+
+        mesh = mesh_of((2, 4), ("data", "model"), kind)
+        model = nnx.eval_shape(make)
+        base = tensor_parallel(model, mesh=mesh)
+        sharding = fsdp(model, mesh=mesh, base=base, min_size=0)
+        model, expected = sharded_init(make, sharding, mesh), make()
+        specs = {"in_shardings": (sharding, P("data")), "out_shardings": P("data")}
+        step = jit(lambda model, x: model(x), mesh=mesh, **specs)
+        x = jax.random.normal(jax.random.key(1), (8, 1, 16))
+        for _ in range(3):
+            y, truth = step(model, x), expected(x)
+            np.testing.assert_allclose(y, truth, rtol=1e-5, atol=1e-6)
+        sent = step.lower(model, x).compile().collectives()
+        self.assertEqual([c.of for c in sent if any("cached" in p for p in c.parameters)], [])
+        self.assertLess(max(c.bytes for c in sent), 4 * 8 * 64 * 16 // 2)
+
+    def test_the_reason_of_arrays_of_one_variable(self):
+        value = {"q": jnp.zeros((64, 8), jnp.int8), "scale": jnp.zeros((1, 8))}
+        model = nnx.Dict(kernel=nnx.Param(value))
+        rows = check_sharding(model, fsdp(model, mesh=MESH, min_size=0), MESH).rows
+        for row in rows:
+            self.assertIn("a Variable has one spec: use several", row.reason)
+        rules = override(fsdp(model, mesh=MESH, min_size=0), {"kernel/q$": P("data")})
+        (warning,) = check_sharding(model, rules, MESH).warnings
+        self.assertIn("; kernel/q is in a Variable, which has one spec for all", warning)
+        with pytest.warns(UnusedFilterWarning, match="kernel/q is in a Variable"):
+            jit(lambda m: None, in_shardings=rules, mesh=mesh_of((2, 4), ("data", "model")))(model)
+
     def test_mesh_and_axis(self):
         model = shapes_of(kernel=(64, 64))
         with self.assertRaisesRegex(NoMeshError, "fsdp has no mesh"):
@@ -305,6 +383,7 @@ class FsdpTest(parameterized.TestCase):
             with self.assertRaisesRegex(ValueError, "did you mean 'data'?") as caught:
                 function(model, mesh=MESH, axis="dat")
             self.assertIn("The mesh has the axes 'data' (2), 'model' (4).", str(caught.exception))
+            self.assertIn("Pass axis=..., one or several of these.", str(caught.exception))
         for axis, fault in (((), "names no axis"), (("data", "data"), "used 2 times")):
             with self.assertRaisesRegex(ValueError, fault):
                 fsdp(model, mesh=MESH, axis=axis)

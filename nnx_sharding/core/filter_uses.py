@@ -20,6 +20,7 @@ from ..specs.filters import (
     Paths,
     is_opaque,
     names_paths,
+    paths_inside,
     spelling_hint,
     subject_text,
     to_predicate,
@@ -58,9 +59,10 @@ class FilterUse:
         _keys        all keys in paths, by which the spelling of filters is corrected
         _paths       all paths, each from the part that it is in, by which filters for a module
                      around the argument are found
+        _inside      the paths of arrays in Variables that hold several, which no filter can match
         _arguments   the names of the arguments, for messages
 
-    The last three are dicts that serve as sets, because dicts keep their order.
+    The last four are dicts that serve as sets, because dicts keep their order.
     """
 
     def __init__(self, rules: StateSharding):
@@ -73,6 +75,7 @@ class FilterUse:
         self._shadowed: set[int] = set()
         self._keys: dict[Any, None] = {}
         self._paths: dict[Path, None] = {}
+        self._inside: dict[Path, None] = {}
         self._arguments: dict[str, None] = {}
 
     def find(self, named: NamedLocation, subject: object) -> list[FilterMatch]:
@@ -98,6 +101,7 @@ class FilterUse:
             match = match._replace(path=path)  # the path from the part, as the user sees it
             matches.append(match)
             self._paths[path] = None
+            self._inside.update(dict.fromkeys(paths_inside(path, subject)))
             if self._depends_on_path(match.number):
                 matches_by_path.append(match)
         return matches_by_path or matches[:1]
@@ -159,6 +163,7 @@ class FilterUse:
             merged._shadowed |= use._shadowed
             merged._keys |= use._keys
             merged._paths |= use._paths
+            merged._inside |= use._inside
             merged._arguments |= use._arguments
         return merged
 
@@ -185,7 +190,7 @@ class FilterUse:
             if number in shorter_texts:
                 hint = f"; paths start at this argument, where {shorter_texts[number]} would match"
             else:
-                hint = spelling_hint(filter_, self._keys)
+                hint = spelling_hint(filter_, self._keys, self._inside)
             is_likely_mistake = bool(hint) or number in self._shadowed
             if is_likely_mistake or (strict and names_paths(predicate)):
                 yield f"  {self.rules.names[number]}, for {join_paths([*self._arguments])}{hint}"

@@ -101,7 +101,9 @@ def fsdp(
     In each array, the largest dimension that the axis divides is sharded. If several dimensions are
     equally large, the last of them is. An array without such a dimension is replicated. So are
     normalization layers, random streams and buffers: the masks, rotary tables and other arrays that
-    a model holds outside its Variables.
+    a model holds outside its Variables. A Variable has one spec, so one with arrays of different
+    shapes is replicated, too. In an ``nnx.Cache``, only the first dimension may be sharded: the
+    requests, because the batch is sharded alike.
 
     The dimensions of stacked layers are never sharded, because a loop takes one layer at a time.
     They are found in four ways: a :class:`~nnx_sharding.Stack` has them first; a parameter of a
@@ -164,6 +166,7 @@ def fsdp(
     parameters = variables(model)
     specs = base_specs("fsdp", parameters, base, mesh)
     notes = _shard_large("fsdp", specs, parameters, axes, mesh, min_size)  # changes `specs`
+    notes |= _notes_of_late_gathers(specs, parameters, axes, mesh)
     remarks = remarks_on(specs, "fsdp", base, parameters, axes, notes=notes)
     # While a module runs, its parameters are gathered over the axes.
     activations = activations_of(base).extended(gather=axes, prefetch=prefetch)
@@ -267,7 +270,8 @@ def mesh_and_axes(
     axes = axes_of(axis)
     reasons = fit_sharding(PartitionSpec(*axes), mesh).reasons if axes else "it names no axis"
     if reasons:
-        raise ValueError(f"{name}: axis={axis!r}: {reasons}\n{axes_text(mesh.shape)}")
+        remedy = f"{axes_text(mesh.shape)} Pass axis=..., one or several of these."
+        raise ValueError(f"{name}: axis={axis!r}: {reasons}\n{remedy}")
     # The network between slices is much slower than the links in them.
     crossing = set() if across_slices else axes_across_slices(mesh).intersection(axes)
     if crossing:
@@ -478,10 +482,18 @@ def _shard_large(
             if not spec_axes_of(old_spec, mesh):  # an array that `base` shards needs no note
                 per_layer = " in each layer" if array.layers.dimensions else ""
                 notes[array.path] = f"fewer than min_size={min_size}{per_layer}"
-        # Ambiguous layers are the other reason to leave an array whole. Ambiguity is only noted for
-        # arrays that are large enough.
-        elif array.layers.is_ambiguous and not spec_axes_of(new_spec, mesh):
-            notes[array.path] = ambiguous_layers(array)
+        # Other reasons to leave an array whole are only noted for arrays that are large enough.
+        elif not spec_axes_of(new_spec, mesh):
+            if array.layers.is_ambiguous:
+                notes[array.path] = ambiguous_layers(array)
+            elif array.shape is None:
+                notes[array.path] = SEVERAL_SHAPES
+            elif isinstance(array.variable, nnx.Cache) and array.layer_dimensions:
+                requests = array.shape[array.layer_dimensions[0]]
+                names = ", ".join(map(repr, axes))
+                notes[array.path] = (
+                    f"a cache, whose first dimension ({requests}) is not divided by {names}"
+                )
         specs[array.path] = new_spec
         if not spec_axes_of(new_spec, mesh).isdisjoint(axes):
             is_any_sharded = True
@@ -510,6 +522,37 @@ def _warn_of_small(
         f"{largest.layer_size}. Pass a smaller min_size, such as min_size=0.",
         strict=False,
     )
+
+
+def _notes_of_late_gathers(
+    specs: SpecsByPath,
+    parameters: Iterable[NamedVariable],
+    axes: Sequence[AxisName],
+    mesh: AnyMesh,
+) -> dict[Path, str]:
+    """Returns a note for each sharded Variable that is no ``nnx.Param``: where it is gathered.
+
+    A module gathers its own Params as they are stored. Any other Variable is data, such as a cache,
+    so the compiler gathers it at its use, where an int8 weight may have become float32.
+
+    Args:
+      axes: the mesh axes over which Params are gathered.
+    """
+    notes = {}
+    for parameter in parameters:
+        variable = parameter.variable
+        is_data = _compat.is_any_variable(variable) and not isinstance(variable, nnx.Param)
+        is_sharded = not spec_axes_of(specs[parameter.path], mesh).isdisjoint(axes)
+        if is_data and is_sharded and not isinstance(variable, nnx.Cache):
+            notes[parameter.path] = (
+                "gathered where it is used, in the dtype of the product, because "
+                f"{type(variable).__name__} is not an nnx.Param"
+            )
+    return notes
+
+
+# The note of a Variable that holds arrays of different shapes.
+SEVERAL_SHAPES = "its arrays have different shapes, and a Variable has one spec: use several"
 
 
 def spec_axes_of(sharding: Spec, mesh: AnyMesh | None) -> Set[AxisName]:
@@ -578,8 +621,9 @@ def shard_largest(
 
     Axes that the sharding uses already are left out. If no dimension can have all remaining axes,
     the last axes are left out one by one. If no dimension can have even the first axis, the
-    sharding is returned unchanged. The same holds for buffers, normalization layers and
-    random streams.
+    sharding is returned unchanged. The same holds for buffers, normalization layers, random streams
+    and a Variable with arrays of different shapes. A cache is sharded along its first dimension,
+    the requests, or not at all, because attention reads all positions of a request.
 
     Args:
       sharding: the sharding of the array so far. Only a ``PartitionSpec`` is added to.
@@ -604,7 +648,10 @@ def shard_largest(
 
     # The dimensions of stacked layers are left out, because a loop takes a slice of these in each
     # step, and the slice would be on one device.
-    dimensions = sorted(variable.layer_dimensions, key=preference)
+    dimensions = variable.layer_dimensions
+    if isinstance(variable.variable, nnx.Cache):
+        dimensions = dimensions[:1]
+    dimensions = sorted(dimensions, key=preference)
     free_axes = [axis for axis in axes if axis not in spec_axes(sharding)]
     for count in range(len(free_axes), 0, -1):
         for dimension in dimensions:

@@ -40,7 +40,7 @@ from ..core.flatten import Flat, flatten
 from ..core.locations import locate
 from ..core.structure import Location
 from ..errors import ActivationError, NoMeshError, listed, raise_if_any
-from ..specs.filters import Paths, shadowed, spelling_hint, to_predicate
+from ..specs.filters import Paths, paths_inside, shadowed, spelling_hint, to_predicate
 from ..specs.fitting import ON_INDIVISIBLE, Fit, OnIndivisible, describe, fit_sharding, show
 from ..specs.paths import Path, plain_key
 from ..specs.state_sharding import StateSharding, candidates
@@ -231,6 +231,7 @@ def _report(
     idle = shadowed(len(rules), [decision.matches for decision in decisions])
     # The keys of all paths that rules see. A misspelt rule may mean one of them.
     keys = {key for decision in decisions for key in decision.path_in_module}
+    inside = [path for x in decisions for path in paths_inside(x.path_in_module, x.subject)]
     total = sum(row.bytes_total for row in rows)
     replicated = sum(row.bytes_total for row in rows if is_replicated(row))
     held = tuple(parameters.device_bytes(rows).values())
@@ -250,7 +251,7 @@ def _report(
         device_bytes=held,
         balance=max(held) * len(held) / sum(held) if any(held) else 1.0,  # max(held) / mean
         problems=[str(row) for row in rows if row.is_fault],
-        warnings=[*corrections, *_rule_warnings(sharding, rules, idle, keys)],
+        warnings=[*corrections, *_rule_warnings(sharding, rules, idle, keys, inside)],
     )
 
 
@@ -434,6 +435,7 @@ def _rule_warnings(
     rules: Sequence[str],
     idle: Mapping[int, tuple[int, ...]],
     keys: set[Any],
+    paths_in_variables: Sequence[Path],
 ) -> Iterator[str]:
     """Yields a line for each rule that decides for no array.
 
@@ -443,6 +445,7 @@ def _rule_warnings(
       idle: by the number of each rule that decides nothing, the earlier rules that decide instead;
         empty if it matches nothing.
       keys: the keys in all paths of the model, one of which a misspelt rule may mean.
+      paths_in_variables: the paths of arrays in Variables that hold several.
     """
     for number, by in idle.items():
         filter_ = sharding.filters[number]
@@ -450,7 +453,7 @@ def _rule_warnings(
         # and can be compared by equality.
         if isinstance(filter_, Paths) or filter_ in (..., True, nnx.Everything()):
             continue
-        what = f"nothing{spelling_hint(filter_, keys)}"
+        what = f"nothing{spelling_hint(filter_, keys, paths_in_variables)}"
         if by:
             what = f"only what rule {', '.join(map(str, by))} before it matches"
         yield f"rule {number}, {rules[number]}, matches {what}"

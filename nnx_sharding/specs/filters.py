@@ -24,7 +24,7 @@ from flax import nnx
 from .. import _compat
 from ..errors import shortened
 from .fitting import show, suggestion
-from .paths import Path, path_string
+from .paths import Path, path_key, path_string
 
 Predicate = Callable[[tuple[Any, ...], Any], bool]
 
@@ -69,13 +69,32 @@ def module_predicate(filter_: object) -> Predicate:
     return PathRegex(filter_) if isinstance(filter_, str) else to_predicate(filter_)
 
 
-def spelling_hint(filter_: object, keys: Iterable[object]) -> str:
+def paths_inside(path: Path, subject: object) -> list[Path]:
+    """Returns the paths of the arrays in a Variable that holds a list or a dict; none for others.
+
+    Filters see the path of the Variable only, because a Variable has one spec.
+    """
+    value = _compat.get_value(subject) if _compat.is_any_variable(subject) else None
+    if not isinstance(value, dict | list | tuple):
+        return []
+    keys = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(value)]
+    return [(*path, *map(path_key, inner)) for inner in keys]
+
+
+def spelling_hint(
+    filter_: object, keys: Iterable[object], paths_in_variables: Iterable[Path] = ()
+) -> str:
     """Returns what is probably wrong with a filter that matches nothing, for the end of a message.
 
     Args:
       filter_: the filter.
       keys: the keys in all paths of the model, one of which may have been meant.
+      paths_in_variables: the paths of arrays in Variables that hold several (`paths_inside`).
     """
+    if isinstance(filter_, PathPattern | nnx.PathContains):
+        inner = next((path for path in paths_in_variables if filter_(path, None)), None)
+        if inner is not None:
+            return f"; {path_string(inner)} is in a Variable, which has one spec for all its arrays"
     names = list(map(str, keys))
     words = _words(filter_)  # the keys that the filter names
     # Globs come first, because nearly every glob is a valid regular expression for other paths.
