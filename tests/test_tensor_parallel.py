@@ -272,7 +272,13 @@ CLASSES = {
                    {"weight": P("model", None), "bias": P("model")}),
     "transposed of fewer": (of_class("Own", weight=(8, 16), bias=(8,)),
                             {"weight": P(None, "model")}),
-    "scaled": (of_class("Own", kernel=(8, 16), scale=(16,)), {"kernel": P(None, "model")}),
+    "scaled": (of_class("Own", kernel=(8, 16), scale=(16,)),
+               {"kernel": P(None, "model"), "scale": P("model")}),
+    "scaled with keepdims": (of_class("Own", kernel=(8, 16), scale=(1, 16)),
+                             {"kernel": P(None, "model"), "scale": P(None, "model")}),
+    "scaled inputs or outputs": (of_class("Own", kernel=(8, 8), scale=(8,)),
+                                 {"kernel": P(None, "model")}),
+    "scaled sums": (of_class("Own", kernel=(16, 8), scale=(8,)), {"kernel": P("model", None)}),
     "a filter": (of_class("Own", kernel=(3, 3, 8, 16)), {"kernel": P(None, None, None, "model")}),
     # by their names
     "attention": (of_class("Own", wq=(8, 8), wk=(8, 8), wv=(8, 8), wo=(8, 8)),
@@ -282,6 +288,26 @@ CLASSES = {
     "heads with a bias": (lambda rngs: nnx.Dict(q_proj=of_class(
         "Own", kernel=(8, 4, 2), bias=(4, 2))(rngs)),
         {"q_proj/kernel": P(None, "model", None), "q_proj/bias": P("model", None)}),
+    "scaled heads": (lambda rngs: nnx.Dict(q_proj=of_class(
+        "Own", w=(8, 4, 2), scale=(4, 2))(rngs), v_proj=of_class(
+        "Own", w=(8, 4, 2), scales=(1, 4, 2))(rngs), o_proj=of_class(
+        "Own", w=(4, 2, 8), scale=(4, 8))(rngs)),
+        {"q_proj/w": P(None, "model", None), "q_proj/scale": P("model", None),
+         "v_proj/w": P(None, "model", None), "v_proj/scales": P(None, "model", None),
+         "o_proj/w": P("model", None, None)}),
+    # in a wrapper, which has the name of the layer
+    "wrapped heads": (lambda rngs: nnx.Dict(q_proj=nnx.Dict(
+        inner=of_class("Own", w=(8, 4, 2))(rngs), a=nnx.LoRAParam(rngs.normal((8, 4))),
+        b=nnx.LoRAParam(rngs.normal((4, 8))))), {"q_proj/inner/w": P(None, "model", None)}),
+    "wrapped next to LoRA": (lambda rngs: nnx.Dict(q_proj=nnx.Dict(
+        base=of_class("Own", w=(8, 4, 2))(rngs), adapter=nnx.LoRA(8, 2, 8, rngs=rngs))),
+        {"q_proj/base/w": P(None, "model", None), "q_proj/adapter/lora_b": P(None, "model")}),
+    "wrapped in a list": (lambda rngs: nnx.Dict(up_proj=nnx.List([nnx.Dict(
+        scale=nnx.Param(rngs.normal((8,))), inner=of_class("Own", kernel=(16, 8))(rngs))])),
+        {"up_proj/0/inner/kernel": P(None, "model")}),
+    "two layers in one": (lambda rngs: nnx.Dict(up=nnx.Dict(
+        a=of_class("Own", kernel=(8, 16))(rngs), b=of_class("Own", kernel=(16, 8))(rngs))),
+        {"up/a/kernel": P(None, "model"), "up/b/kernel": P("model", None)}),
     "gated": (of_class("Own", gate_up_proj=(8, 64), down_proj=(32, 8)),
               {"gate_up_proj": P(None, "model"), "down_proj": P("model", None)}),
     "with a layer": (lambda rngs: nnx.Dict(layer=nnx.Linear(8, 9, rngs=rngs), a=nnx.Param(
@@ -462,6 +488,21 @@ def test_split_heads_are_noted_within_a_wrapper():
     assert noted == {"k_proj/base_module/kernel", "k_proj/lora_b", "v_proj/kernel"}
 
 
+def test_split_heads_are_noted_in_wrappers():
+    def build():
+        model = FewHeads(nnx.Rngs(0))
+        model.num_kv_heads = 2
+        model.k_proj = nnx.Dict(inner=model.k_proj)
+        model.v_proj = nnx.List([nnx.LoRA(64, 2, 16, base_module=model.v_proj, rngs=nnx.Rngs(0))])
+        return model
+
+    mesh = AbstractMesh((4,), ("model",))
+    model = nnx.eval_shape(build)
+    rows = check_sharding(model, tensor_parallel(model, mesh=mesh), mesh).rows
+    notes = {row.path for row in rows if "its 2 heads are split" in (row.reason or "")}
+    assert notes >= {"k_proj/inner/kernel", "v_proj/0/base_module/kernel"}
+
+
 class Unnamed(nnx.Module):
     """A kernel that nothing tells what it is for, and a layer."""
 
@@ -525,6 +566,45 @@ def test_the_reason_of_each_strategy_is_kept(order):
     rows = check_sharding(model, shardings[order](), mesh).rows
     reasons = {row.path: row.reason for row in rows if row.reason}
     assert reasons == NOTES_OF_UNNAMED["tensor_parallel"] | NOTES_OF_UNNAMED[order]
+
+
+class Weight(nnx.Variable):
+    pass
+
+
+def quantized(shape, rngs):
+    return {"q": rngs.normal(shape), "scale": jnp.ones(shape[-1:])}
+
+
+# What makes a module, and why its parameters stay whole over four devices.
+REASONS = {
+    "row": (lambda r: nnx.Linear(16, 8, rngs=r), {"bias": "added to sums over 'model'"}),
+    "scale": (of_class("Own", kernel=(16, 8), scale=(8,)),
+              {"scale": "of outputs that are sums over 'model'"}),
+    "LoRA": (lambda r: nnx.LoRA(8, 4, 16, rngs=r),
+             {"lora_a": "'model' shards lora_b of its layer instead"}),
+    "LoRA of a row": (lambda r: nnx.LoRA(16, 4, 8, rngs=r),
+                      {"lora_b": "'model' shards lora_a of its layer instead"}),
+    "bias": (lambda r: nnx.Linear(16, 18, rngs=r),
+             {"bias": "added to sums over 'model'"}),
+    "neither": (lambda r: nnx.Linear(9, 7, use_bias=False, rngs=r),
+                {"kernel": "'model' (4) divides no dimension to shard: 7 or 9"}),
+    "no Param": (lambda r: nnx.Dict(kernel=Weight(r.normal((8, 16)))),
+                 {"kernel": "Weight is not an nnx.Param, and tensor_parallel shards only these"}),
+    "a dict": (lambda r: nnx.Dict(kernel=nnx.Param(quantized((8, 16), r))), dict.fromkeys(
+        ("kernel/q", "kernel/scale"),
+        "its arrays have different shapes, and a Variable has one spec: use several")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_the_reason_of_what_stays_whole(name):
+    make, expected = REASONS[name]
+    model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    mesh = AbstractMesh((4,), ("model",))
+    rows = check_sharding(model, tensor_parallel(model, mesh=mesh), mesh).rows
+    reasons = {row.path: row.reason.partition("elements, ")[2] for row in rows if row.reason}
+    assert reasons == expected
 
 
 def test_heads_that_the_axis_does_not_divide_are_the_reason():

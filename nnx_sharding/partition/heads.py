@@ -87,9 +87,10 @@ def _projection(path: Path) -> tuple[str, Path]:
     ``blocks/0/attention``. For a parameter that is no projection, the name is "", the path ().
     """
     # The name is the last key of a parameter ``wk``, and the last but one of ``k_proj/kernel``.
-    # Wrappers do not count: ``k_proj/base_module/kernel`` is the kernel of ``k_proj``.
+    # `WRAPPERS` do not count: ``k_proj/base_module/kernel`` is the kernel of ``k_proj``. Lists and
+    # other wrappers have one more key: ``k_proj/inner/kernel``.
     indices = [index for index, key in enumerate(path) if key not in WRAPPERS]
-    for index in reversed(indices[-2:]):
+    for index in reversed(indices[-3:]):
         name = str(path[index])
         if QUERIES.fullmatch(name) or KEYS.fullmatch(name):
             return name, path[:index]

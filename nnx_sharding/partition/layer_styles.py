@@ -19,6 +19,8 @@ dimensions or more without the dimensions of stacked layers gets the first of th
    activations.
 4. A kernel is the only one of its module, and the module holds no other module. The kernel is a
    linear layer, and its name is the name of the module. A bias tells which features are outputs.
+   An array that is called a bias or a scale is no kernel; it is sharded as the outputs of the
+   kernel, if it has their shape.
 5. The parameter has the name of a layer, for example ``wq``, ``o_proj`` or ``w_down``. It is a
    linear layer.
 
@@ -121,6 +123,12 @@ _SQUARE_ROWS = frozenset({"proj", "output"})
 # exchange halves of a head.
 _TO_HEADS = re.compile("query|key|value|(to_|w)?(q|k|v|qk|kv|qkv)(_proj|_einsum)?")
 _FROM_HEADS = re.compile("(w|to_)?o(ut)?(_proj|_einsum)?|attn_out|output_proj")
+
+
+def names_layer(name: str) -> bool:
+    """Whether a name says what a layer is for, as ``down_proj`` and ``kv_einsum`` do."""
+    is_heads = _TO_HEADS.fullmatch(name) or _FROM_HEADS.fullmatch(name)
+    return name in _COLUMNS | _ROWS | _SQUARE_ROWS or bool(is_heads)
 
 
 def _order_styles(
@@ -301,7 +309,9 @@ def _rules_of_user_class(
             return
     # 2. Matrices (a, b) and (b, a). All of them shard the size b, columns in dimension -1 and rows
     # in dimension -2, so either both rules can be used or none.
-    columns, rows = _pairs(shapes)
+    columns, rows = _pairs(
+        {x: shape for x, shape in shapes.items() if not isinstance(attributes[x], nnx.LoRAParam)}
+    )
     paired = [*columns, *rows]
     if paired:
         yield [Style("column", dict.fromkeys(columns, -1))]
@@ -311,14 +321,14 @@ def _rules_of_user_class(
     if subscripts:
         return
     # The parameters that rules 3 to 5 may be for. Left out are vectors that were reshaped for
-    # broadcasting, the biases (heads, features) of kernels to heads, which follow the kernel, and
-    # the factors of LoRA, which follow the adapted layer.
+    # broadcasting, the biases and scales (heads, features) of kernels to heads, which follow the
+    # kernel, and the factors of LoRA, which follow the adapted layer.
     matrices = {
         name: shape
         for name, shape in shapes.items()
         if sum(size > 1 for size in shape) > 1
         and name not in paired
-        and not name.endswith("bias")
+        and not _BESIDE_KERNELS.search(name)
         and not isinstance(attributes[name], nnx.LoRAParam)
     }
     # The name of the class, or of the module, tells what a matrix is for if it is the only one.
@@ -460,29 +470,53 @@ def _kernel_styles(
       _: the module, which each rule gets; it is not needed here.
     """
     if len(shape) == 3 and _TO_HEADS.fullmatch(name):  # ``q_proj``: (in, heads, features)
-        # A bias (heads, features) has the heads in dimension -2, as the kernel has them.
-        head_biases = [other for other, other_shape in others.items() if other_shape == shape[1:]]
-        sharded = {parameter: -2, **dict.fromkeys(head_biases, -2)}
+        # A bias or scale (…, heads, features) has the heads in dimension -2, as the kernel has.
+        beside = [other for other, other_shape in others.items() if other_shape[-2:] == shape[1:]]
+        sharded = {parameter: -2, **dict.fromkeys(beside, -2)}
         return [Style("heads", sharded, taken_as="(in, heads, features)")]
     if len(shape) == 3 and _FROM_HEADS.fullmatch(name):  # ``o_proj``: (heads, features, out)
-        taken_as = "(heads, features, out)"
-        return [Style("row", {parameter: d}, taken_as) for d in (-3, -2)]
-    vector_sizes = {other: x[0] for other, x in others.items() if len(x) == 1}
+        beside = [other for other, other_shape in others.items() if other_shape[-1:] == shape[-1:]]
+        taken_as, whole = "(heads, features, out)", dict.fromkeys(beside, None)
+        return [Style("row", {parameter: d, **whole}, taken_as) for d in (-3, -2)]
+    vectors = {other: _vector(x) for other, x in others.items()}
     # A bias has the number of outputs as its size, which tells (out, in) from (in, out).
-    sizes = {*vector_sizes.values()}
+    sizes = {vector.size for vector in vectors.values() if vector}
     is_transposed = shape[-2] in sizes and shape[-1] not in sizes
     input_dim, output_dim = (-1, -2) if is_transposed else (-2, -1)
-    output_biases = [
-        other
-        for other, size in vector_sizes.items()
-        if size == shape[output_dim] and "bias" in other
-    ]
-    # If outputs are sharded, so is the only dimension of a bias, -1. If inputs are, it is whole.
-    column = Style("column", {parameter: output_dim, **dict.fromkeys(output_biases, -1)})
-    row = Style("row", {parameter: input_dim, **dict.fromkeys(output_biases, None)})
-    return _order_styles(name, shape[input_dim], shape[output_dim], [column], [row])
+    inputs, outputs = shape[input_dim], shape[output_dim]
+    # The sharded dimension of each vector of the outputs. If there are as many inputs, only a bias
+    # is known to be one of the outputs.
+    of_outputs = {
+        other: vector.dimension
+        for other, vector in vectors.items()
+        if vector and vector.size == outputs and (inputs != outputs or "bias" in other)
+    }
+    # If outputs are sharded, so are their biases and scales. If inputs are, these are whole.
+    column = Style("column", {parameter: output_dim, **of_outputs})
+    row = Style("row", {parameter: input_dim, **dict.fromkeys(of_outputs, None)})
+    return _order_styles(name, inputs, outputs, [column], [row])
 
 
+class _Vector(NamedTuple):
+    """The only dimension of an array with more than one element."""
+
+    size: int
+    dimension: int  # counted from the end
+
+
+def _vector(shape: Shape) -> _Vector | None:
+    """Returns the dimension along which an array is a vector; None for scalars and matrices.
+
+    A shape (1, 16) is a vector as well: a scale that was computed with ``keepdims=True``.
+    """
+    if len(shape) == 1:
+        return _Vector(shape[0], -1)
+    dimensions = [d for d in range(-len(shape), 0) if shape[d] > 1]
+    return _Vector(shape[dimensions[0]], dimensions[0]) if len(dimensions) == 1 else None
+
+
+# Names of arrays beside a kernel that are no kernels: biases, and the scales of int8 kernels.
+_BESIDE_KERNELS = re.compile("(bias|scale)s?$", re.IGNORECASE)
 # The subscripts of an einsum, ``btd,dnh->btnh``; the group is its second operand, ``dnh``.
 _SUBSCRIPTS = re.compile(r"[\w. ]+, *(?P<kernel>\w+) *->[\w. ]+")
 # Names of an embedding of words: ``embedding``, ``wte``.

@@ -22,6 +22,7 @@ module, with their paths in it.
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -37,9 +38,10 @@ from ..specs.paths import WRAPPERS, Path, path_string
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AnyMesh, AxisName
 from .heads import notes_of_split_heads
-from .layer_styles import Rule, Style, rules_of_layer
+from .layer_styles import Rule, Style, names_layer, rules_of_layer
 from .optimizer import with_optimizer
 from .strategies import (
+    SEVERAL_SHAPES,
     activations_of,
     ambiguous_layers,
     base_specs,
@@ -83,9 +85,11 @@ def tensor_parallel(
       features, then the input features. Recurrent cells: the hidden features of all gates.
     * In modules of your own classes, a parameter that is called an embedding, as ``Embed``; the
       only kernel of a module, or one with the name of a layer (``wq``, ``o_proj`` …), as
-      ``Linear``; matrices (a, b) and (b, a) as a pair of layers, also with a dimension of experts
-      in front; one parameter next to the subscripts of an einsum, as ``Einsum``.
+      ``Linear``, with a ``bias`` and a ``scale`` of the outputs; matrices (a, b) and (b, a) as a
+      pair of layers, also with a dimension of experts in front; one parameter next to the
+      subscripts of an einsum, as ``Einsum``.
 
+    The name of a module that holds one layer, such as an adapter, counts as the name of the layer.
     All other parameters are replicated, such as tables of positions, and matrices of your own
     modules if neither name nor shape says what they are for. Subclasses of a layer follow its rule.
     If the inputs of a layer are sharded, its output is a sum over the axis. The compiler adds this
@@ -170,9 +174,8 @@ class _ShardedLayers:
 
         _mesh, _axes    the mesh, and the axes of it that the strategy shards over
         _before         the specs of ``base``, by path, to which the axes are added
-        _covered        the paths of all parameters for which there is a rule, for :meth:`notes`
-        _undivided      by path, for the parameters of layers that no style fits: the sizes that
-                        were tried and that the axes do not divide
+        _whole          by path, why a parameter for which there is a rule stays whole, for
+                        :meth:`notes`
     """
 
     def __init__(self, mesh: AnyMesh, axes: Sequence[AxisName], before: SpecsByPath):
@@ -181,13 +184,17 @@ class _ShardedLayers:
         self.specs, self.roles = dict(before), dict[Path, str]()
         self.row_layers = dict[Path, Path]()
         self.taken_as = dict[Path, str]()
-        self._covered = set[Path]()
-        self._undivided = dict[Path, set[int]]()
+        self._whole = dict[Path, str]()
 
     @property
     def num_shards(self) -> int:
         """The number of devices along the axes."""
         return math.prod(self._mesh.shape[axis] for axis in self._axes)
+
+    @property
+    def _names(self) -> str:
+        """The names of the axes, for notes."""
+        return ", ".join(map(repr, self._axes))
 
     def add(self, layer: _RuledLayer, parameters: Mapping[str, NamedVariable]) -> None:
         """Shards a layer in the first style of its rule that its sizes allow.
@@ -213,13 +220,12 @@ class _ShardedLayers:
             # The rule for a layer of Flax (no attributes) is for all parameters in it. The rule for
             # a module of a user's class is only for the parameters in its styles.
             if layer.attributes is None or any(key in x.dimensions for x in styles):
-                self._covered.add(parameter.path)
+                self._whole[parameter.path] = (
+                    self._why_no_style_fits(usable_styles, parameters)
+                    if style is None
+                    else self._why_whole(style, key, parameter)
+                )
         if style is None:
-            sizes_tried = _sizes_tried(usable_styles, parameters)
-            undivided = {size for size in sizes_tried if size % self.num_shards}
-            if undivided:
-                for parameter in parameters.values():
-                    self._undivided[parameter.path] = undivided
             return
         path = parameters[style.deciding].path
         if style.row_layer is not None:
@@ -230,9 +236,42 @@ class _ShardedLayers:
                 "it a spec by override(...)"
             )
 
+    def _why_no_style_fits(
+        self, styles: Sequence[Style], parameters: Mapping[str, NamedVariable]
+    ) -> str:
+        """Returns why the parameters of a layer stay whole: which sizes the axes do not divide.
+
+        Args:
+          styles: the styles of the layer whose deciding parameter is in ``parameters``.
+        """
+        sizes_tried = _sizes_tried(styles, parameters)
+        undivided = sorted(size for size in sizes_tried if size % self.num_shards)
+        if undivided:
+            sizes = " or ".join(map(str, undivided))
+            return f"{self._names} ({self.num_shards}) divides no dimension to shard: {sizes}"
+        return f"of a layer in which no dimension can have {self._names}"
+
+    def _why_whole(self, style: Style, key: str, parameter: NamedVariable) -> str:
+        """Returns why a parameter stays whole although a style shards its layer.
+
+        Args:
+          key: the path of the parameter in the layer.
+        """
+        index = style.dimensions.get(key)
+        dimension = None if index is None else parameter.dimension(index)
+        if dimension is not None and parameter.shape is not None:
+            size = parameter.shape[dimension]
+            return (
+                f"{self._names} ({self.num_shards}) does not divide the dimension to shard: {size}"
+            )
+        is_factor = isinstance(parameter.variable, nnx.LoRAParam)  # it is in front of the outputs
+        if style.row_layer is not None and key in style.dimensions and not is_factor:
+            relation = "added to" if "bias" in key else "of outputs that are"
+            return f"{relation} sums over {self._names}"
+        return f"{self._names} shards {style.deciding} of its layer instead"
+
     def notes(self, parameters: Iterable[NamedVariable]) -> dict[Path, str]:
         """Returns notes for ``check_sharding``, by path: why a parameter stays replicated."""
-        names = ", ".join(map(repr, self._axes))
         notes = {}
         for parameter in parameters:
             spec = self.specs[parameter.path]
@@ -248,16 +287,22 @@ class _ShardedLayers:
                 note = ambiguous_layers(parameter)
             elif parameter.is_norm:
                 note = "of a normalization layer"
-            elif parameter.path in self._undivided:
-                sizes = " or ".join(map(str, sorted(self._undivided[parameter.path])))
-                note = f"{names} ({self.num_shards}) divides no dimension to shard: {sizes}"
-            elif parameter.path in self._covered:
-                # The parameter is the bias of a row layer, or one that its style does not shard.
-                note = f"added to sums over {names}, or not divided by it"
+            elif parameter.shape is None:
+                note = SEVERAL_SHAPES
+            elif parameter.path in self._whole:
+                note = self._whole[parameter.path]
+            elif not _is_parameter(parameter.variable):
+                kind = type(parameter.variable).__name__
+                note = f"{kind} is not an nnx.Param, and tensor_parallel shards only these"
             else:
                 note = "of no layer that tensor_parallel knows. Give it a spec by override(...)"
             notes[parameter.path] = note
         return notes
+
+
+def _is_parameter(variable: object) -> bool:
+    """Whether a Variable is an ``nnx.Param``, or a bare array, which may be a parameter."""
+    return not _compat.is_any_variable(variable) or isinstance(variable, nnx.Param)
 
 
 def _warn_of_large(
@@ -272,8 +317,7 @@ def _warn_of_large(
     for parameter in parameters:
         # Caches and other state do not count. Bare arrays count, because they are the parameters of
         # a model without Variables.
-        is_variable = _compat.is_any_variable(parameter.variable)
-        if not is_variable or isinstance(parameter.variable, nnx.Param):
+        if _is_parameter(parameter.variable):
             sizes[parameter.path] = sum(math.prod(shape) for shape in parameter.shapes)
     total = sum(sizes.values())
     large = []
@@ -327,16 +371,45 @@ def _layers(listing: Listing, known: Mapping[int | Path, NamedVariable]) -> Iter
     Args:
       known: its parameters by their keys (`_key_of`).
     """
-    layers = []
+    found = []
+    num_layers = collections.Counter[Path]()  # by the path of a module: the layers in it
     for path, index in listing.modules():
         module = listing.flat.objects[index]
         rules, attributes = rules_of_layer(module, known)  # no rules for most modules
-        # The name is the last attribute on the path that is no wrapper: ``q_proj`` for
-        # ``q_proj/lora`` and ``q_proj/0``.
-        names = (key for key in reversed(path) if isinstance(key, str) and key not in WRAPPERS)
-        name = next(names, "")
+        if not rules:
+            continue
+        found.append((path, index, module, rules, attributes))
+        # Adapters belong to the layer that they adapt, so they do not count.
+        if not isinstance(module, nnx.LoRA):
+            num_layers.update(path[:length] for length in range(len(path)))
+    layers = []
+    for path, index, module, rules, attributes in found:
+        name = _layer_name(path, num_layers)
         layers += [_RuledLayer(path, index, module, name, rule, attributes) for rule in rules]
     return iter(sorted(layers, key=lambda layer: -len(layer.path)))
+
+
+def _layer_name(path: Path, num_layers: Mapping[Path, int]) -> str:
+    """Returns the nearest name on the path of a layer that says what the layer is for.
+
+    A module that holds no other layer is a wrapper, such as an adapter, and the name of the wrapper
+    counts as well: ``q_proj`` for ``q_proj/inner``. Without such a name, it is the last attribute.
+    Indices and the attributes in `WRAPPERS` are left out: ``up`` for ``up/0/base_module``.
+
+    Args:
+      num_layers: how many layers a module holds, by its path.
+    """
+    last_name = ""
+    for length in range(len(path), 0, -1):
+        key = path[length - 1]
+        if isinstance(key, str) and key not in WRAPPERS:
+            if names_layer(key):
+                return key
+            last_name = last_name or key
+        # The module that holds the layer under this key has others, whose names it would give.
+        if last_name and num_layers[path[: length - 1]] > 1:
+            break
+    return last_name
 
 
 def _parameters_of(
