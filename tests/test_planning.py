@@ -1271,7 +1271,7 @@ def test_says_which_method_of_attention_wins():
 
 @pytest.mark.slow
 def test_predictions_of_a_large_model_take_seconds(monkeypatch):
-    """All candidates of an 8.9-billion model on 16 devices: at most 10 s of CPU for 726."""
+    """All candidates of an 8.9-billion model on 16 devices: at most 14 ms of CPU for each."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
     from benchmarks.planning_by_hand import Config, Decoder
     from benchmarks.planning_by_hand import train_step as decoder_step
@@ -1287,8 +1287,8 @@ def test_predictions_of_a_large_model_take_seconds(monkeypatch):
     before = time.process_time()
     search = searched(decoder_step, args, {"donate_argnums": (0, 1)}, **options)
     seconds, count = time.process_time() - before, len({*search.entries, *search.ruled_out})
-    assert count > 500
-    assert seconds * 726 / count < 10
+    assert count > 300  # besides those with microbatches of less than a row for each device
+    assert seconds / count < 0.014
 
 
 class OwnAttention(nnx.Module):
