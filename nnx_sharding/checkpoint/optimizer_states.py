@@ -52,7 +52,8 @@ def remedy_for_optimizer(
         # b1 = 0.9, b2 = 0.999 and a large count, updates of new moments are 3 to 6 times as large.
         if any(path[-1] == "count" for path in found_states):
             keep += (
-                " With the saved count, Adam's first updates for these are several times larger."
+                " With the saved count, Adam's first updates of new moments are several times "
+                "larger."
             )
         return (
             "The saved optimizer has moments of other parameters: its `wrt` was another one. "
@@ -101,7 +102,7 @@ def _keep_moments(missing: Sequence[Path], found: Iterable[Path]) -> str:
         )
     either = filters[0] if len(filters) == 1 else f"nnx.Any({', '.join(filters)})"
     return (
-        "To begin with zeros for these, and keep the others, pass "
+        "To begin with zeros for the missing ones, and keep the others, pass "
         f"only=nnx.Not(nnx.All(nnx.PathContains('opt_state'), {either}))."
     )
 
