@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 from hypothesis import given
@@ -27,6 +28,7 @@ from nnx_sharding import (
     jit,
     shard_map,
     stack,
+    value_and_grad,
 )
 from nnx_sharding.errors import (
     MAX_LINES,
@@ -217,6 +219,76 @@ def test_a_misplaced_model_is_named_in_short(call):
     with pytest.raises(TypeError, match="Sequential") as caught:
         call()
     assert len(str(caught.value)) < 400
+
+
+def wrapped(step):
+    """A decorator that passes an argument of its own: the call takes one less than ``step``."""
+
+    @functools.wraps(step)
+    def wrapper(model, optimizer):
+        return step(model, optimizer, jnp.ones((8, 16)))
+
+    return wrapper
+
+
+def trained(model, optimizer, x, wrt=nnx.Param):
+    loss, gradients = value_and_grad(lambda model: (model(x) ** 2).mean(), wrt=wrt)(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def with_optimizer(wrt=nnx.Param):
+    model = nnx.LoRALinear(16, 8, lora_rank=2, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=wrt)
+
+
+@pytest.mark.parametrize(
+    ("change", "count", "text"),
+    [
+        (functools.partial, 1, "trained.*: missing a required argument: 'x'"),
+        (functools.partial, 4, "trained.*: too many positional arguments"),
+        (functools.partial, 3, None),
+        (wrapped, 2, None),
+    ],
+)
+@pytest.mark.parametrize("method", ["__call__", "lower"])
+def test_a_missing_argument_is_named_before_specs_that_do_not_fit(change, count, text, method):
+    model, optimizer = with_optimizer()
+    sharding = fsdp(model, mesh=MESH, optimizer=optimizer, min_size=0)
+
+    def step(model, optimizer, x):
+        return trained(model, optimizer, x)
+
+    step.__name__ = "trained"
+    step = jit(change(step), in_shardings=(sharding, sharding, P("data")), mesh=MESH)
+    x = jnp.ones((8, 16))
+    args = [model, x] if count == 1 else [model, optimizer, x, x][:count]
+    with contextlib.nullcontext() if text is None else pytest.raises(Exception, match=text):
+        getattr(step, method)(*args)
+
+
+@pytest.mark.parametrize(
+    "transform", [jit, lambda step: functools.partial(nnx_sharding.eval_shape, step)]
+)
+@pytest.mark.parametrize(
+    ("of_optimizer", "of_gradient", "note"),
+    [
+        (nnx.Param, nnx.LoRAParam, r"wrt=Param, but the gradients \(LoRAParam\) are without bias"),
+        (nnx.PathContains("kernel"), nnx.LoRAParam, "wrt=PathContains.* are without kernel"),
+        (nnx.LoRAParam, nnx.Param, None),  # Flax takes the part that the optimizer updates
+        (nnx.LoRAParam, nnx.LoRAParam, None),
+    ],
+)
+def test_filters_of_optimizer_and_gradient(transform, of_optimizer, of_gradient, note):
+    model, optimizer = with_optimizer(of_optimizer)
+    step = transform(functools.partial(trained, wrt=of_gradient))
+    if note is None:
+        step(model, optimizer, jnp.ones((8, 16)))
+        return
+    with pytest.raises(ValueError, match="pytree structure error") as caught:
+        step(model, optimizer, jnp.ones((8, 16)))
+    [text] = [x for x in caught.value.__notes__ if x.startswith("The optimizer has ")]
+    assert re.search(note, text) and "wrt=optimizer.wrt" in text
 
 
 @pytest.mark.parametrize("again", ["report", "compile"])

@@ -236,7 +236,7 @@ class RulesTest(parameterized.TestCase):
 
     def test_bad_arguments(self):
         rules = StateSharding({...: P()})
-        with self.assertRaisesRegex(TypeError, "StateSharding"):
+        with self.assertRaisesRegex(TypeError, "StateSharding, .* in calls of their own"):
             check_sharding(MLP(), P("a"), ABSTRACT)
         with self.assertRaisesRegex(ValueError, "'error', 'replicate', 'drop'"):
             check_sharding(MLP(), rules, ABSTRACT, on_indivisible="keep")

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 
 from .. import _compat
 from ..errors import NoMeshError
+from ..specs.paths import path_string
 from ..specs.types import Arrays
 from .checks import first_mistake
 from .declared import note_host_arrays
@@ -89,6 +91,8 @@ def _explanation(
         is_compiled = isinstance(plan.transform, Sharded)
         if is_compiled or not _compat.lacks_mesh_in_context(error):
             note_captured_arrays(fun, plan.fun_name, error)
+    elif isinstance(error, ValueError):
+        _note_missing_gradients(error)
     # An inner function has explained an error that refers to docs/errors.md by its anchor, because
     # ``errors.see`` gives each explained error this attribute.
     is_explained = hasattr(error, "anchor")
@@ -100,3 +104,31 @@ def _explanation(
     if isinstance(error, NoMeshError) or is_from_function:
         return None
     return first_mistake(plan, leaves, error)
+
+
+def _note_missing_gradients(error: ValueError) -> None:
+    """Adds a note if an optimizer got gradients of other Variables than it updates.
+
+    Optax then says that two pytrees differ, and shows neither filter. The note names both, if the
+    error is from ``nnx.Optimizer.update``: the arguments of that call say which gradients miss.
+    """
+    code = nnx.Optimizer.update.__code__
+    calls = [f.f_locals for f, _ in traceback.walk_tb(error.__traceback__) if f.f_code is code]
+    if not calls:
+        return
+    optimizer, model, gradients = (calls[-1][name] for name in ("self", "model", "grads"))
+    updated = dict(nnx.to_flat_state(nnx.state(model, optimizer.wrt)))
+    given = dict(nnx.to_flat_state(nnx.state(gradients)))
+    missing = [path_string(path) for path in updated if path not in given]
+    if not missing:
+        return
+    kinds = sorted({type(variable).__name__ for variable in given.values()})
+    wrt = getattr(optimizer.wrt, "__name__", optimizer.wrt)  # mostly a class, such as nnx.Param
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    note = (
+        f"The optimizer has wrt={wrt}, but the gradients ({', '.join(kinds) or 'none'}) are "
+        f"without {missing[0]}{more}. Choose both by one filter: "
+        "value_and_grad(loss, wrt=optimizer.wrt)."
+    )
+    if note not in getattr(error, "__notes__", ()):  # a nested call may have added it
+        error.add_note(note)

@@ -314,6 +314,31 @@ def join_call(
     return args, values
 
 
+def check_takes(name: str, fun: Callable[..., Any], call: SortedCall) -> None:
+    """Raises a ``TypeError`` if a function cannot take the arguments of a call.
+
+    Python raises one when it calls the function, which is too late if specs are for arguments that
+    are missing: they then seem wrong for the others.
+
+    Args:
+      name: the name of the transform, in the message.
+      fun: the user's function.
+      call: the arguments.
+    """
+    try:
+        # The signature of the function itself decides, because a decorator that passes arguments of
+        # its own takes others than the function that it wraps.
+        signature = inspect.signature(fun, follow_wrapped=False)
+    except (ValueError, TypeError):  # some functions written in C have no signature
+        return
+    args, kwargs = join_call(call.signature, call.statics, call.tree)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        parameters = ", ".join(signature.parameters)
+        raise TypeError(f"{name}: {name_of(fun)}({parameters}): {error}.") from None
+
+
 def _check_static(name: str, value: object) -> None:
     """Raises a ``ValueError`` if a static argument is not hashable."""
     try:

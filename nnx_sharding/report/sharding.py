@@ -197,7 +197,10 @@ def check_sharding(
       ('kernel', 0, 128)
     """
     if not isinstance(sharding, StateSharding):
-        raise TypeError(f"sharding must be a StateSharding, got {show(sharding)}.")
+        raise TypeError(
+            f"sharding must be a StateSharding, got {show(sharding)}. One is for all of the first "
+            "argument; check parts that have others in calls of their own."
+        )
     if on_indivisible is not None and on_indivisible not in ON_INDIVISIBLE:
         raise ValueError(
             f"on_indivisible must be one of {ON_INDIVISIBLE} or None, got {on_indivisible!r}."

@@ -39,7 +39,7 @@ from ..core.guard.store import Guards, recorder_of
 from ..core.interrupts import unmark_direct
 from ..core.outcome import Outcome
 from ..core.plan import NOT_ASKED, Plan, make_plan
-from ..core.signature import NO_ROLES, Parameters, Roles, SortedCall
+from ..core.signature import NO_ROLES, Parameters, Roles, SortedCall, check_takes
 from ..core.transform import Program, Transform
 from ..core.unflatten import unflatten
 from ..diagnostics.retraces import Observer, TraceLimit, TraceLog
@@ -247,16 +247,22 @@ class LiftedFunction(Generic[P, R]):
         transform = self._transform
 
         def make() -> Plan:
-            return make_plan(
-                self._fun,
-                transform,
-                self._parameters,
-                call,
-                flat,
-                self._cache.traced,
-                graph=self._graph,
-                updates=self._updates,
-            )
+            try:
+                return make_plan(
+                    self._fun,
+                    transform,
+                    self._parameters,
+                    call,
+                    flat,
+                    self._cache.traced,
+                    graph=self._graph,
+                    updates=self._updates,
+                )
+            except (ValueError, TypeError):
+                # Specs are wrong for the arguments, perhaps because these are too few or too many.
+                if not isinstance(self._fun, FunctionGroup):
+                    check_takes(transform.name, self._fun, call)
+                raise
 
         # The key has all that a plan depends on: structure, roles, and what the transform reads.
         return self._plans.get_or_make(plan_key(transform, call, flat), make)
