@@ -80,6 +80,7 @@ def collective(kind, name, axes, size, **more):
         "group_size": 4,
         "num_groups": 2,
         "axes": axes,
+        "axis_parts": [],
         "in_loop": False,
         "conditional": False,
         "times": 1,
@@ -137,10 +138,10 @@ def report(layers=3, **more):
     host = {f"host_{name}": 0 for name in (*sizes, "generated_code")}
     cost = {"flops": 4.2e6, "bytes_accessed": 1.5e6, "transcendentals": None}
     cost |= {"optimal_seconds": 1.9e-6, "host_bytes": None, "int8_flops": None, "fp8_flops": None}
-    cost |= {"operations": [], "why": None}
+    cost |= {"operations": [], "why": None, "at_least": None}
     return {
         "format": "nnx_sharding.report",
-        "version": 11,
+        "version": 12,
         "name": "step",
         "made_with": {"nnx_sharding": "0.1", "jax": "0.10.2", "flax": "0.12.8", "python": "3.11"},
         "platform": "cpu",
@@ -183,6 +184,7 @@ def report(layers=3, **more):
             "sources": {"flops": "https://example.org/v5e", "memory_bytes": "a book"},
             "spread": 0.25,
             "why": "the bandwidth of DCN",
+            "at_least": None,
         },
         "hlo": HLO,
         "by_module": {

@@ -38,7 +38,7 @@ from nnx_sharding.analysis.memory import Memory
 from nnx_sharding.analysis.roofline import Roofline
 from nnx_sharding.analysis.tables import drawn
 from nnx_sharding.analysis.traffic import Traffic
-from nnx_sharding.analysis.units import UNKNOWN
+from nnx_sharding.analysis.units import bytes_text
 from nnx_sharding.checkpoint import contents, save
 from nnx_sharding.report import ProgramReport
 from zoo import MLP, P, mesh_of, mlp_specs
@@ -318,7 +318,9 @@ class CollectivesTest(parameterized.TestCase):
         sent = {"all-reduce": 15 * (2 * block * 3 // 4) + 5 * block, "collective-permute": None}
         assert (found.bytes_sent, found.by_kind()) == (None, sent)
         assert found.by_axes() == {("model",): 15 * (2 * block * 3 // 4), ("data",): None}
-        assert f"in one call: {UNKNOWN}, as a loop is of unknown length" in str(found)
+        assert found.bytes_sent_at_least == sent["all-reduce"]
+        known = bytes_text(sent["all-reduce"])
+        assert f"in one call: ≥ {known}, as a loop is of unknown length" in str(found)
 
     def test_source_is_the_line_of_the_user_also_through_flax(self):
         model = nnx.eval_shape(MLP)
@@ -335,6 +337,20 @@ class CollectivesTest(parameterized.TestCase):
             apply, model, abstract(8, 4), in_shardings=specs, mesh=MESH
         ).collectives()
         assert found.source == f"test_analysis.py:{lines['down']}"
+
+    @parameterized.parameters(
+        ("[2,4]<=[8]", "model", ()),
+        ("[1,8]<=[8]", "data+model", ()),
+        ("[4,2]<=[2,2,2]T(0,2,1)", "model (2 of 4)", ((2, 4),)),
+        ("mesh['data'=2,'model'=4] {'model':(1)2}", "model (2 of 4)", ((2, 4),)),
+        ("{{0,1,4,5},{2,3,6,7}}", "data+model (2 of 4)", ((2, 2), (2, 4))),
+    )
+    def test_groups_over_a_part_of_an_axis(self, groups, over, parts):
+        hlo = f"%a = f32[64]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%add"
+        [found] = collectives_of(hlo, {"data": 2, "model": 4})
+        assert (found.over, found.axis_parts) == (over, parts)
+        assert "+".join(found.axes) == over.split(" ")[0]
+        assert f"all-reduce  {over}  256 B" in str(found)
 
     def test_groups_that_no_axes_explain(self):
         hlo = "%a = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,4},{3,5},{6,7}}"
@@ -733,7 +749,7 @@ class ReportTest(parameterized.TestCase):
     def test_content(self):
         report = self.report
         data = json.loads(report.to_json())
-        assert (data["format"], data["version"]) == ("nnx_sharding.report", 11)
+        assert (data["format"], data["version"]) == ("nnx_sharding.report", 12)
         assert data["mesh"] == {
             "axes": {"data": 2, "model": 4},
             "axis_types": {"data": "Auto", "model": "Auto"},
@@ -768,10 +784,10 @@ class ReportTest(parameterized.TestCase):
         ('{"format": "x"}', "its format is 'x'"),
         (
             '{"format": "nnx_sharding.report", "version": 1}',
-            "has the version 1; .* version 11",
+            "has the version 1; .* version 12",
         ),
         ('{"format": "nnx_sharding.report", "version": true}', "has the version True"),
-        ('{"format": "nnx_sharding.report", "version": 11}', "name, .*reasons missing or unknown"),
+        ('{"format": "nnx_sharding.report", "version": 12}', "name, .*reasons missing or unknown"),
     )
     def test_other_text(self, text, message):
         with self.assertRaisesRegex(ValueError, message):

@@ -329,7 +329,9 @@ class CompareTest(parameterized.TestCase):
         unread = dataclasses.replace(known, collectives=None, cost=None, hlo=odd)
         comparison = Comparison({"odd": unread.with_roofline("TPU v5e"), "known": known})
         assert comparison.best("roofline") == "known"
-        assert "odd: flops unknown, and ranked last: not understood: a = f32" in str(comparison)
+        assert "odd: flops unknown, and ranked after known ones: not understood: a = f32" in str(
+            comparison
+        )
         assert why_unknown(known) == {}
         assert [*why_unknown(dataclasses.replace(known, memory=None))] == ["peak"]
 

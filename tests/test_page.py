@@ -126,7 +126,7 @@ def test_title():
         ([], TypeError, "expected a ProgramReport"),
         ({}, ValueError, "it has no format"),
         ({"format": "nnx_sharding.report", "version": 1}, ValueError, "the version 1"),
-        ({"format": "nnx_sharding.report", "version": 11}, ValueError, "name, "),
+        ({"format": "nnx_sharding.report", "version": 12}, ValueError, "name, "),
         ({**reports.comparison(), "reports": {}}, ValueError, "nothing to compare"),
         ({"format": "other", "version": 1}, ValueError, "'other'"),
     ],

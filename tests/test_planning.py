@@ -1483,7 +1483,36 @@ def test_unknown_figures_are_never_best():
         unknown = dataclasses.replace(reports[first], roofline=None, collectives=collectives)
         only = Comparison({first: unknown})
         assert PlanningResult(only, found.candidates).best is None
-        assert "bytes_sent unknown, and ranked last: " in str(only)
+        assert "bytes_sent unknown, and ranked after known ones: " in str(only)
+
+
+@pytest.mark.usefixtures("compile_here")
+@pytest.mark.parametrize(
+    ("hardware", "best_by", "why"),
+    [
+        ("TPU v5e", "at_least", "the known part of its time, .*: loops of unknown length: .*gamma"),
+        (None, "bytes_sent", "the bytes that it sends, .* not known: the hardware is not known"),
+    ],
+)
+def test_a_loop_of_unknown_length(hardware, best_by, why):
+    """``jax.random.beta`` draws until it accepts, so no time of a step with it is known."""
+
+    def mixed(model, x, key):
+        return nnx.grad(lambda model: (model(x * jax.random.beta(key, 0.4, 0.4)) ** 2).mean())(
+            model
+        )
+
+    model = nnx.eval_shape(lambda: nnx.Linear(256, 256, rngs=nnx.Rngs(0)))
+    x, key = jax.ShapeDtypeStruct((64, 256), jnp.float32), jax.eval_shape(jax.random.key, 0)
+    options = {"devices": 2, "strategies": ["dp", "fsdp"], "hardware": hardware}
+    found = plan(mixed, model, x, key, **options)
+    assert (found.best_by, found.gap) == (best_by, None)
+    assert re.search(f"^chosen by {why}", "\n".join(found.summary()), re.MULTILINE)
+    for name, figures in found.comparison.figures.items():
+        bounds = found.comparison.at_least[name]
+        assert figures["flops"] is None and bounds["flops"] >= 2 * 2 * 32 * 256 * 256
+        assert (bounds["roofline"] is None) == (hardware is None)
+    assert "≥ " in str(found)
 
 
 @pytest.mark.usefixtures("compile_here")

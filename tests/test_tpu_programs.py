@@ -12,7 +12,8 @@ import os
 import jax
 import pytest
 
-from nnx_sharding.analysis import Cost, collectives_of, cost_of
+from nnx_sharding.analysis import Cost, collectives_of, cost_of, roofline_of
+from nnx_sharding.analysis.collectives import Collectives
 from nnx_sharding.analysis.hlo import parse
 from nnx_sharding.analysis.instructions import arrays
 from nnx_sharding.analysis.work import with_loops
@@ -280,6 +281,18 @@ def test_copies_to_the_host_in_a_loop():
     trips = 'condition=%condition, backend_config={"known_trip_count":{"n":"8"}}'
     cost = with_loops(Cost(0.0, 0.0, 0.0, "s"), parse(IN_A_LOOP.replace("TRIPS", trips)))
     assert cost.host_bytes == 8 * 2 * 64 * F32
+
+
+def test_lower_bounds_leave_out_loops_of_unknown_length():
+    module = parse(IN_A_LOOP.replace("TRIPS", "condition=%condition"))
+    cost = with_loops(Cost(0.0, 0.0, 0.0, "s"), module)
+    assert (cost.flops, cost.bytes_accessed, cost.host_bytes) == (None, None, None)
+    assert (cost.at_least.flops, cost.at_least.host_bytes) == (0, 0)
+    assert cost.at_least.stage == f"{cost.stage}, without what is unknown"
+    assert "≥ 0" in str(cost) and "loops of unknown length: loop" in str(cost)
+    roofline = roofline_of(cost, Collectives(), "TPU v5e")
+    assert (roofline.estimate, roofline.at_least) == (None, 0)
+    assert str(roofline).startswith("≥ 0 s, at peak rates")
 
 
 def test_figures_do_not_need_estimates_of_the_compiler():

@@ -229,6 +229,41 @@ def test_a_gradient():
     assert "gradient of model.block" in str(reason) and "sharded over data" in str(reason)
 
 
+class Scale(nnx.Module):
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(4 * WIDTH))
+
+    def __call__(self, x):
+        return x * self.scale[...]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_gradient_in_parts(is_sharded):
+    """It is gathered if activations are sharded over an axis over which the parameter is not."""
+
+    def loss_of_scaled(model, x):
+        return (model.down(jnp.sin(model.norm(model.up(x)))) ** 2).mean()
+
+    model = nnx.eval_shape(lambda: Layer(nnx.Rngs(0)))
+    model.norm = nnx.eval_shape(Scale)
+    mesh = make_mesh({"data": 2, "model": 4}, axis_types=AxisType.Auto)
+    sharding = tensor_parallel(model, mesh=mesh)
+    if is_sharded:
+        sharding = override(sharding, {r"norm/scale$": P("model")})
+    options = {"in_shardings": (sharding, P("data")), "out_shardings": (P(), sharding)}
+    step = jit(value_and_grad(loss_of_scaled), **options, mesh=mesh)
+    program = step.lower(model, jax.ShapeDtypeStruct((64, WIDTH), "float32")).compile()
+    gathers = program.collectives().of("all-gather", "model")
+    assert len(gathers) == (not is_sharded)
+    for gather in gathers:
+        assert (gather.purpose, gather.parameters) == ("gradient", ("model.norm.scale",))
+        reason = program.why(gather)
+        fact = "gathers the gradient of model.norm.scale: what it is computed from is sharded over"
+        assert fact in str(reason), str(reason)
+        assert "Made" in str(reason), str(reason)
+        assert "shard the parameter over model, too" in reason.instead
+
+
 class Recurrent(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.LayerNorm(8, rngs=rngs)

@@ -96,7 +96,7 @@ class CollectiveReasons:
 
     def reason(self, collective: Collective) -> Reason:
         """Says why one collective is there."""
-        axes, sent = axes_text(collective.axes), bytes_text(collective.bytes_sent)
+        axes, sent = collective.over, bytes_text(collective.bytes_sent)
         use = f"{collective.name}, for {collective.purpose or 'an unknown purpose'}"
         if collective.times == 1:
             each = ""
@@ -144,6 +144,14 @@ class CollectiveReasons:
             gathered = [f"It gathers {reason.subject}." for reason in reasons]
             # The first fact about an argument is the rule that shards it.
             return [*gathered, *reasons[0].facts[:1]]
+        if _gathers_gradient(collective) and collective.parameters:
+            fact = (
+                f"It gathers the gradient of {_listed(collective.parameters)}: what it is computed "
+                f"from is sharded over {axes}, but the gradient is used whole."
+            )
+            if made is None:
+                return [fact]
+            return [fact, f"Made{self._sharded_text(made.shape, whole_shapes)} by {made}."]
         if collective.purpose == "gradient" and collective.parameters:
             return [
                 f"It adds up the parts of the gradient of {_listed(collective.parameters)}: each "
@@ -458,6 +466,11 @@ def _dims(instruction: Instruction, value: Value) -> Shape:
     return dims_at(instruction, value.index) or dims_at(instruction, (0,))
 
 
+def _gathers_gradient(collective: Collective) -> bool:
+    """Whether a collective joins the parts of a gradient, instead of adding up partial sums."""
+    return collective.purpose == "gradient" and collective.kind == "all-gather"
+
+
 # Operations that compare the elements along a dimension; XLA names some of them "reduce".
 _COMPARISONS = frozenset({"argmax", "argmin", "reduce", "reduce_max", "reduce_min"})
 
@@ -500,6 +513,12 @@ def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | N
         return (
             "nothing, for a loss over the batch; else keep the dimension that is summed whole, by "
             f"a spec of {array} without this axis"
+        )
+    if _gathers_gradient(collective):
+        return (
+            "nothing, for the few bytes of a bias or scale; else shard the parameter over "
+            f"{axes_text(collective.axes)}, too, or keep what its module takes whole over it, by "
+            "activation_shardings of jit"
         )
     if collective.purpose == "gradient" and collective.in_loop:
         axes = collective.axes or ("...",)

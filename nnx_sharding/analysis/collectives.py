@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, get_args
 
 from .json_codec import UNWRITTEN
@@ -17,7 +17,7 @@ from .names import folded, operations
 from .opcodes import COLLECTIVES, CollectiveKind
 from .purposes import Purpose
 from .tables import Pictured, Table, text
-from .units import bytes_text, printable
+from .units import bound_text, bytes_text, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -73,6 +73,8 @@ class Collective:
       axes: the mesh axes that it runs over, or over parts of which, in the order of the mesh,
         without axes of size 1; None if no set of axes has these groups, or the mesh is not known or
         lacks one of the devices.
+      axis_parts: how much of each of ``axes`` a group covers, as (2, 4) for pairs on an axis of 4;
+        empty if groups cover all of each axis, and for permutations.
       in_loop: whether it is in a loop.
       conditional: whether it is in a branch of a conditional, which may not be taken.
       times: how often it runs in one call, if conditionals take the branch that sends most: 0 in
@@ -107,6 +109,7 @@ class Collective:
     group_size: int
     num_groups: int
     axes: tuple[str, ...] | None
+    axis_parts: tuple[tuple[int, int], ...]
     in_loop: bool
     conditional: bool
     times: int | None
@@ -139,6 +142,11 @@ class Collective:
         if not self.bytes_sent:  # The number of runs does not matter.
             return 0
         return None if self.times is None else self.bytes_sent * self.times
+
+    @property
+    def over(self) -> str:
+        """The mesh axes in words, with the part that a group covers: ``data+model (2 of 4)``."""
+        return axes_text(self.axes, self.axis_parts)
 
     @property
     def of(self) -> str:
@@ -197,6 +205,11 @@ class Collectives(tuple[Collective, ...], Pictured):
         """The bytes that one device sends in one call; None if a loop is of unknown length."""
         return self._sums(lambda _: "all").get("all", 0)
 
+    @property
+    def bytes_sent_at_least(self) -> int:
+        """The same without collectives in loops of unknown length."""
+        return sum(collective.total_bytes_sent or 0 for collective in self)
+
     def counts(self) -> dict[CollectiveKind, int]:
         """Counts the instructions of each kind, including zeros; one in a loop counts once."""
         # Zeros are included because users' tests compare tables of all kinds.
@@ -242,7 +255,8 @@ class Collectives(tuple[Collective, ...], Pictured):
             yield text("no collectives")
             return
         yield Table(_HEADER, _counted_rows(Counter(map(_row, self))))
-        line = f"sent by one device in one call: {bytes_text(self.bytes_sent)}"
+        sent = bound_text(self.bytes_sent, self.bytes_sent_at_least, bytes_text)
+        line = f"sent by one device in one call: {sent}"
         if self.bytes_sent is None:
             line += ", as a loop is of unknown length"
         if any(collective.conditional for collective in self):
@@ -250,13 +264,17 @@ class Collectives(tuple[Collective, ...], Pictured):
         yield text(line)
 
 
-def axes_text(axes: MeshAxes, *, words: bool = False) -> str:
+def axes_text(axes: MeshAxes, parts: Sequence[tuple[int, int]] = (), *, words: bool = False) -> str:
     """Writes mesh axes as tables show them: ``data+model``, ``-`` for none, ``?`` if unknown.
 
-    With ``words``, the latter two are ``no axes`` and ``unknown axes``.
+    With ``words``, the latter two are ``no axes`` and ``unknown axes``. With ``parts``
+    (``Collective.axis_parts``), the first one is ``data+model (2 of 4)``, for example.
     """
     unknown, none = ("unknown axes", "no axes") if words else ("?", "-")
-    return unknown if axes is None else "+".join(axes) or none
+    if axes is None:
+        return unknown
+    covered = [f" ({part} of {size})" if part < size else "" for part, size in parts]
+    return "+".join(map("".join, zip(axes, covered or [""] * len(axes), strict=True))) or none
 
 
 class _Row(NamedTuple):
@@ -282,7 +300,7 @@ def _cells(collective: Collective) -> _Row:
         times = f"≤ {times}"
     return _Row(
         kind=collective.kind,
-        axes=axes_text(collective.axes),
+        axes=collective.over,
         bytes=bytes_text(collective.bytes),
         sent=bytes_text(collective.bytes_sent),
         times=times,

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from .collectives import Collective, Collectives, MeshAxes, Part
-from .device_groups import Groups, axes_of_groups, axes_of_pairs, connected
+from .device_groups import AxisPart, Groups, axes_of_groups, axes_of_pairs, axis_parts, connected
 from .hlo import Module, parse
 from .instructions import OP_NAME, Computation, Instruction, Shape, arrays, operands_of, total_bytes
 from .names import operations
@@ -167,6 +167,7 @@ def _collective(
         group_size=size,
         num_groups=len(members.groups),
         axes=members.axes,
+        axis_parts=members.axis_parts,
         in_loop=runs.in_loop,
         conditional=runs.in_branch,
         times=runs.times,
@@ -227,6 +228,7 @@ class _Members(NamedTuple):
 
     groups: Groups  # for a permutation: the sets of devices that its pairs connect
     axes: MeshAxes
+    axis_parts: tuple[AxisPart, ...] = ()  # as in `Collective`
 
 
 class _Placement(NamedTuple):
@@ -258,7 +260,8 @@ class _Placement(NamedTuple):
         groups = _groups_of_partitions(instruction, self._num_numbered_devices)
         placed = self._in_mesh(instruction, groups)
         axes = axes_of_groups(placed.groups, mesh_axes) if placed.in_mesh else None
-        return _Members(placed.groups, axes)
+        parts = () if axes is None else axis_parts(placed.groups, mesh_axes, axes)
+        return _Members(placed.groups, axes, parts)
 
     @property
     def _num_numbered_devices(self) -> int:

@@ -16,7 +16,7 @@ import jax
 
 from .opcodes import CALLBACK, MARKERS
 from .tables import Pictured, Table, text
-from .units import bytes_text, count_text
+from .units import bound_text, bytes_text, count_text
 
 LOWERED = "before optimisation, all devices"
 COMPILED = "after optimisation, one device"
@@ -58,6 +58,8 @@ class Cost(Pictured):
       operations: the same of the operations that the device runs one after the other; those with a
         similar ratio of flops and bytes are one. Empty before that is known.
       why: why figures are None, if some are: loops of unknown length, or custom calls.
+      at_least: if figures are None, the cost of all else: lower bounds, which count no run of loops
+        of unknown length, and no flops of these custom calls. None if that is unknown, too.
     """
 
     flops: float | None
@@ -70,6 +72,7 @@ class Cost(Pictured):
     fp8_flops: float | None = None
     operations: tuple[Operation, ...] = dataclasses.field(default=(), repr=False, compare=False)
     why: str | None = None
+    at_least: Cost | None = None
 
     @property
     def arithmetic_intensity(self) -> float | None:
@@ -80,10 +83,18 @@ class Cost(Pictured):
 
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields what ``print`` shows: the figures, why some are unknown, copies to the host."""
+        # Without bounds, each figure stands for itself: a known one has no bound.
+        least = self.at_least or self
         rows = [
-            ("flops", count_text(self.flops)),
-            ("bytes accessed", bytes_text(self.bytes_accessed)),
-            ("transcendentals", count_text(self.transcendentals)),
+            ("flops", bound_text(self.flops, least.flops, count_text)),
+            (
+                "bytes accessed",
+                bound_text(self.bytes_accessed, least.bytes_accessed, bytes_text),
+            ),
+            (
+                "transcendentals",
+                bound_text(self.transcendentals, least.transcendentals, count_text),
+            ),
         ]
         yield Table((f"cost {self.stage}", ""), rows, numbers=1)
         if self.why:

@@ -25,6 +25,13 @@ Groups: TypeAlias = tuple[tuple[int, ...], ...]  # the numbers of the devices in
 Sizes: TypeAlias = tuple[tuple[str, int], ...]  # the name and size of each mesh axis
 
 
+class AxisPart(NamedTuple):
+    """How much of a mesh axis each group of devices covers: pairs on an axis of 4 are (2, 4)."""
+
+    covered: int  # the number of positions of a group along the axis
+    size: int
+
+
 class _Axis(NamedTuple):
     """A mesh axis as an array (before, part, after). Groups run along the part.
 
@@ -158,6 +165,26 @@ def _axes_of_group(group: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, 
     # No device is twice in a group, because `axes_of_groups` has refused such groups. So if a group
     # has as many devices as there are combinations, it has all of them.
     return axes if math.prod(counts) == len(group) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def axis_parts(groups: Groups, sizes: Sizes, axes: tuple[str, ...]) -> tuple[AxisPart, ...]:
+    """Returns how much of each of its axes a group covers; empty if it covers all of each.
+
+    Of groups of different sizes, the one that covers most of an axis counts.
+
+    Args:
+      groups: positions in the mesh.
+      sizes: the mesh.
+      axes: what `axes_of_groups` returned for them.
+    """
+    positions = [np.unravel_index(np.array(group), [size for _, size in sizes]) for group in groups]
+    parts = tuple(
+        AxisPart(max(len(np.unique(indices[axis])) for indices in positions), size)
+        for axis, (name, size) in enumerate(sizes)
+        if name in axes
+    )
+    return () if all(part.covered == part.size for part in parts) else parts
 
 
 @functools.lru_cache(maxsize=1024)

@@ -89,7 +89,7 @@ class ProgramReport(JsonForm):
     reasons: Mapping[str, Reason] = dataclasses.field(default_factory=dict)
 
     _FORMAT = "nnx_sharding.report"
-    _VERSION = 11
+    _VERSION = 12
     _NOUN = "report of a program"
 
     def save(self, path: str | os.PathLike[str], *, hlo: bool = True) -> None:

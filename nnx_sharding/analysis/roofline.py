@@ -20,7 +20,7 @@ from .hardware import Hardware, hardware_of
 from .meshes import MeshDescription
 from .tables import Pictured, Table, legend, text
 from .traffic import Traffic, Transfer, interconnect_seconds, traffic_of, transfers_of
-from .units import UNKNOWN, all_known, bytes_text, count_text, printable, time_text
+from .units import UNKNOWN, all_known, bound_text, bytes_text, count_text, printable, time_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,6 +127,9 @@ class Roofline(Pictured):
       spread: the largest error of such estimates where they were measured, in parts of the
         estimate; None for peak figures.
       why: why times are None, if some are.
+      at_least: if figures of the program are unknown, the ``estimate`` for all else
+        (``Cost.at_least``), without collectives in loops of unknown length. None if ``estimate`` is
+        known, or a time is unknown for another reason.
     """
 
     hardware: str
@@ -142,6 +145,7 @@ class Roofline(Pictured):
     sources: Mapping[str, str]
     spread: float | None
     why: str | None = None
+    at_least: float | None = None
 
     @property
     def times(self) -> dict[Resource, float | None]:
@@ -224,7 +228,8 @@ class Roofline(Pictured):
     def __str__(self) -> str:
         """Writes one line: ``1.1 s, at peak rates of TPU v5e: compute 1 s, memory 0.1 s, …``."""
         times = ", ".join(f"{name} {time_text(time)}" for name, time in self.times.items())
-        line = f"{time_text(self.estimate)}, {self.basis}: {times}"
+        estimate = bound_text(self.estimate, self.at_least, time_text)
+        line = f"{estimate}, {self.basis}: {times}"
         line += f"; bound by {self.bound_by or UNKNOWN}"
         line += f"; {time_text(self.seconds)} if all of it overlaps"
         line += f", {time_text(self.seconds_without_overlap)} if nothing does"
@@ -330,7 +335,27 @@ def roofline_of(
         sources=peak.sources,
         spread=peak.spread,
         why=None if are_known else _why_unknown(cost, collectives, traffic),
+        at_least=None if are_known else _estimate_of_known(cost, collectives, peak, mesh, platform),
     )
+
+
+def _estimate_of_known(
+    cost: Cost | None,
+    collectives: Collectives | None,
+    peak: Hardware,
+    mesh: MeshDescription | None,
+    platform: str | None,
+) -> float | None:
+    """Estimates the time of a call without what is unknown (``Roofline.at_least``).
+
+    The arguments are those of `roofline_of`.
+    """
+    if cost is None or collectives is None:
+        return None
+    sent = Collectives(c for c in collectives if c.total_bytes_sent is not None)
+    if cost.at_least is None and len(sent) == len(collectives):
+        return None  # Nothing of the program is unknown, but a rate of the hardware.
+    return roofline_of(cost.at_least or cost, sent, peak, mesh, platform).estimate
 
 
 def _why_unknown(

@@ -29,6 +29,17 @@ def time_text(seconds: float | None) -> str:
     return f"{_digits(seconds * 1e9)} ns" if seconds else "0 s"
 
 
+def bound_text(
+    figure: float | None, at_least: float | None, show: Callable[[float | None], str]
+) -> str:
+    """Writes a figure; one that is unknown with its lower bound, if that is known: ``≥ 4.19 M``.
+
+    ``show`` writes a figure with its unit.
+    """
+    is_bound = figure is None and at_least is not None
+    return f"≥ {show(at_least)}" if is_bound else show(figure)
+
+
 def read_bytes(limit: int | str) -> int:
     """Returns the bytes of a size: a number, or text such as ``16 GiB`` (1024³), ``16 GB`` (1000³).
 

@@ -30,6 +30,7 @@ from .values import Value
 WITH_LOOPS = "after optimisation, one device, loops multiplied out"
 BRANCHES = "of conditionals the largest branch"
 UNKNOWN_LENGTH = "loops of unknown length"
+WITHOUT_UNKNOWN = "without what is unknown"
 MAIN_MEMORY = "bytes of the main memory"
 
 _MOST = 1 << 100  # the largest figure; larger ones may overflow a float
@@ -82,22 +83,37 @@ def with_loops(cost: Cost, module: Module) -> Cost | None:
     if module.unread:
         return None
     executed = executed_work(module)
-    total = Work()
-    for name, parts in executed.items():
-        total = total.plus(sum_of(work for _, work in parts), times=module.runs[name].least)
     # Users read in ``Cost.stage`` what the figures count.
     stage = [WITH_LOOPS]
     if module.is_for_tpu:
         stage.append(MAIN_MEMORY)
     if module.with_opcode("conditional"):
         stage.append(BRANCHES)
-    is_known = not total.unknown_flops and not total.unknown_runs
-    return dataclasses.replace(
-        total.cost(", ".join(stage)),
-        optimal_seconds=cost.optimal_seconds,
-        operations=_operations(module, executed) if is_known else (),
-        why="; ".join(why_unknown(module, executed)) or None,
-    )
+    total = _total(module, executed).cost(", ".join(stage))
+    total = dataclasses.replace(total, optimal_seconds=cost.optimal_seconds)
+    reasons = why_unknown(module, executed)
+    if not reasons:
+        return dataclasses.replace(total, operations=_operations(module, executed))
+    # Without the instructions in loops of unknown length. Unknown flops count as none.
+    known = {
+        name: [
+            (instruction, work._replace(unknown_flops=0))
+            for instruction, work in parts
+            if not work.unknown_runs
+        ]
+        for name, parts in executed.items()
+    }
+    at_least = _total(module, known).cost(", ".join([*stage, WITHOUT_UNKNOWN]))
+    at_least = dataclasses.replace(at_least, operations=_operations(module, known))
+    return dataclasses.replace(total, why="; ".join(reasons), at_least=at_least)
+
+
+def _total(module: Module, executed: ExecutedWork) -> Work:
+    """Adds up the work of a program, in all runs of loops."""
+    total = Work()
+    for name, parts in executed.items():
+        total = total.plus(sum_of(work for _, work in parts), times=module.runs[name].least)
+    return total
 
 
 # Name of a computation → its instructions that do work, each with the work of one run.

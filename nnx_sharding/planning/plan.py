@@ -13,7 +13,8 @@ and compiling one takes seconds to minutes, so the search is best-first, with a 
     with small arguments are preferred (`Search.pick`).
  3. **Bound.** No candidate takes less time than the products of the step at the peak rate of all
     devices. A candidate is not compiled if this bound is no less than the best time.
- 4. **Rank** the compiled candidates by their roofline, then by bytes sent, then by memory.
+ 4. **Rank** the compiled candidates by their roofline, then by the known part of an unknown one,
+    then by bytes sent, then by memory.
  5. **Measure** the first few candidates, if the user asks for it and the devices are at hand. The
     measured candidates then rank first, by their times (measuring.py).
 
@@ -30,7 +31,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 from .. import _compat
 from ..analysis.hardware import Hardware
@@ -39,12 +40,12 @@ from ..analysis.tables import Pictured, text
 from ..analysis.units import bytes_text, time_text
 from ..errors import each_warning_once, warn_or_raise, warnings_collected
 from ..report.comparison import (
-    DECISIVE,
     Column,
     Comparison,
     Failure,
     SearchInterrupted,
     figure_text,
+    why_unknown,
 )
 from ..report.compiling import INTERRUPTED, compile_all
 from ..report.strategies import AnyMesh
@@ -54,6 +55,12 @@ from .prepare import listed_once, prepare
 from .recipes import Warned
 from .remedies import remedies
 from .search import FAILS_ALIKE, Search, is_of_compiler
+
+# The figures by which the best candidate may be chosen, and by which candidates are ranked, the
+# most important first: those of `Comparison.figures`, and the bound of an unknown roofline.
+BestBy: TypeAlias = Literal["measured", "roofline", "at_least", "bytes_sent"]
+RankedBy: TypeAlias = BestBy | Literal["peak"]
+_CHOSEN_BY: tuple[BestBy, ...] = get_args(BestBy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,14 +124,29 @@ class PlanningResult(Pictured):
 
     @property
     def best(self) -> Candidate | None:
-        """The best candidate that fits and has known figures; None if there is none."""
-        figures, fitting = self.comparison.figures, self.comparison.fitting  # ranked, best first
+        """The best candidate that fits and has the figure ``best_by``; None if there is none."""
+        return self._choice[0]
+
+    @property
+    def best_by(self) -> BestBy | None:
+        """The figure by which ``best`` is chosen: the first that a candidate that fits has.
+
+        ``"measured"`` and ``"roofline"`` are times. ``"at_least"`` is the part of the roofline that
+        is known (``Roofline.at_least``), if the step has loops of unknown length, for example.
+        ``"bytes_sent"`` counts if nothing is known of times, for example without hardware.
+        """
+        return self._choice[1]
+
+    @property
+    def _choice(self) -> tuple[Candidate, BestBy] | tuple[None, None]:
+        """The best candidate, and the figure by which it is chosen; two None if there is none."""
+        rankings, fitting = _rankings(self.comparison), self.comparison.fitting
         # `Comparison.best` is not used, because a search for the largest batch ranks by rows first.
-        for column in DECISIVE:
-            for name in fitting:
-                if figures[name][column] is not None:
-                    return self.candidates[name]
-        return None
+        for column in _CHOSEN_BY:
+            for name in fitting:  # ranked, best first
+                if rankings[name][column] is not None:
+                    return self.candidates[name], column
+        return None, None
 
     @property
     def gap(self) -> float | None:
@@ -157,6 +179,7 @@ class PlanningResult(Pictured):
             yield from (f"  {line}" for line in self.remedies)
             return
         yield f"best: {self.best.name}"
+        yield from self._why_chosen(self.best.name)
         seconds = self.comparison.measured.get(self.best.name)
         if seconds is not None:
             estimate = self.comparison.figures[self.best.name]["roofline"]
@@ -169,6 +192,16 @@ class PlanningResult(Pictured):
             bound = f"{time_text(self.least)} ({100 * self.gap:.0f} % less)"
             yield f"bound: no other candidate takes less than {bound}, for its products alone"
         yield from (f"  {line}" for line in self.best.recipe.splitlines())
+
+    def _why_chosen(self, best: str) -> Iterator[str]:
+        """Yields a line that says by what the best is chosen, unless that is its time."""
+        report = self.comparison.compiled[best]
+        why = why_unknown(report).get("roofline", "the hardware is not known")
+        if self.best_by == "at_least":
+            known = time_text(self.comparison.at_least[best]["roofline"])
+            yield f"chosen by the known part of its time, {known}: {why}"
+        elif self.best_by == "bytes_sent":
+            yield f"chosen by the bytes that it sends, as its time is not known: {why}"
 
     def explained(self) -> Iterator[str]:
         """Yields the summary, and why each of the other compiled candidates is not the best.
@@ -191,15 +224,17 @@ class PlanningResult(Pictured):
         Args:
           best: the name of the best candidate; empty if there is none.
         """
-        figures, report = self.comparison.figures, self.comparison.reports[name]
+        report = self.comparison.reports[name]
         if isinstance(report, Failure):
             error = textwrap.shorten(report.error, 300, placeholder=" …")
             return f"{'does not fit' if report.lacks_memory else 'failed'}: {error}"
         if not self.comparison.fits(name):
             limit = bytes_text(self.comparison.memory_limit)
-            return f"needs {bytes_text(figures[name]['peak'])} of {limit}"
+            peak = self.comparison.figures[name]["peak"]
+            return f"needs {bytes_text(peak)} of {limit}"
         # `_slower` gets empty figures if there is no best candidate to compare with.
-        why = _slower(figures[name], figures.get(best, {}))
+        rankings = _rankings(self.comparison)
+        why = _slower(rankings[name], rankings.get(best, {}))
         # `bound_by` is the resource that takes most of the time, such as "memory".
         bound_by = getattr(report.roofline, "bound_by", None)
         return f"{why}, bound by {bound_by}" if bound_by else why
@@ -217,28 +252,30 @@ def _seconds(figures: Mapping[Column, float | None]) -> float | None:
     return figures["roofline"] if measured is None else measured
 
 
-def _slower(figures: Mapping[Column, float | None], best: Mapping[Column, float | None]) -> str:
+def _slower(figures: Mapping[RankedBy, float | None], best: Mapping[RankedBy, float | None]) -> str:
     """Says by how much a candidate is worse than the best, by the first figure that differs.
 
     An example is ``takes 12 ms, not 10 ms (+20.0 %)``.
 
     Args:
-      figures: the figures of the candidate, from ``Comparison.figures``.
+      figures: the figures of the candidate, from `_rankings`.
       best: the figures of the best candidate; empty if there is none.
     """
     if figures["measured"] is None and best.get("measured") is not None:
         return f"not measured, and takes {time_text(figures['roofline'])} by its roofline"
-    verbs: dict[Column, str] = {
+    verbs: dict[RankedBy, str] = {
         "measured": "takes",
         "roofline": "takes",
+        "at_least": "takes, in the known part of its time,",
         "bytes_sent": "sends",
         "peak": "needs",
     }
-    for column in _RANKED_BY:
+    for column in verbs:
         figure, best_figure = figures[column], best.get(column)
         if figure is not None and best_figure is not None and figure != best_figure:
             more = f" ({100 * (figure / best_figure - 1):+.1f} %)" if best_figure else ""
-            shown, shown_best = figure_text(column, figure), figure_text(column, best_figure)
+            written_as: Column = "roofline" if column == "at_least" else column
+            shown, shown_best = (figure_text(written_as, x) for x in (figure, best_figure))
             return f"{verbs[column]} {shown}, not {shown_best}{more}"
     return "its figures are not better, or not known"
 
@@ -528,7 +565,10 @@ def _measured(comparison: Comparison, search: Search, count: int, *, quiet: bool
 
 def _ranked(comparison: Comparison, search: Search) -> Comparison:
     """Returns the same reports, best candidate first (`_rank`)."""
-    ranks = {name: _rank(name, comparison, search) for name in comparison.reports}
+    rankings = _rankings(comparison)
+    ranks = {
+        name: _rank(name, comparison, search, rankings.get(name, {})) for name in comparison.reports
+    }
     reports = {name: comparison.reports[name] for name in sorted(ranks, key=ranks.__getitem__)}
     return dataclasses.replace(comparison, reports=reports)
 
@@ -559,28 +599,41 @@ def _error_of_step(failures: Mapping[str, Failure], search: Search) -> ValueErro
     return error
 
 
-def _rank(name: str, comparison: Comparison, search: Search) -> tuple[Any, ...]:
+def _rank(
+    name: str, comparison: Comparison, search: Search, ranking: Mapping[RankedBy, float | None]
+) -> tuple[Any, ...]:
     """Returns the sort key of a candidate; the smallest is best. Unknown figures come last.
 
-    Candidates that fit have ``(False, -rows, measured, roofline, bytes sent, peak)``, where the
-    rows are 0 unless the search is for the largest batch. Candidates that do not fit have ``(True,
-    peak)``, so they come after all others, the smallest peak first.
+    Candidates that fit have ``(False, -rows, measured, roofline, at least, bytes sent, peak)``,
+    where the rows are 0 unless the search is for the largest batch. Candidates that do not fit have
+    ``(True, peak)``, so they come after all others, the smallest peak first.
+
+    Args:
+      ranking: the figures of the candidate (`_rankings`); empty if it was not compiled.
     """
-    figures = comparison.figures.get(name, {})
     if not comparison.fits(name):
         # `memory_need` also knows the memory of programs that the compiler refused.
         memory = search.memory_need(name, comparison.reports)
         peak = None if memory is None else memory.peak
         return (True, math.inf if peak is None else peak)
     rows = search.entries[name].candidate.rows if search.maximize else 0
-    ranking: list[float] = []
-    for column in _RANKED_BY:
-        figure = figures[column]
-        ranking.append(math.inf if figure is None else figure)
-    return (False, -rows, *ranking)
+    figures = (math.inf if figure is None else figure for figure in ranking.values())
+    return (False, -rows, *figures)
 
 
-_RANKED_BY: tuple[Column, ...] = (*DECISIVE, "peak")
+def _rankings(comparison: Comparison) -> dict[str, dict[RankedBy, float | None]]:
+    """Returns the figures by which each compiled candidate is ranked, the most important first."""
+    at_least = comparison.at_least
+    return {
+        name: {
+            "measured": figures["measured"],
+            "roofline": figures["roofline"],
+            "at_least": at_least[name]["roofline"],
+            "bytes_sent": figures["bytes_sent"],
+            "peak": figures["peak"],
+        }
+        for name, figures in comparison.figures.items()
+    }
 
 
 def _result(search: Search, comparison: Comparison, why_left: str) -> PlanningResult:

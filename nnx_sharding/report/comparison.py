@@ -17,7 +17,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 from ..analysis.by_module import path_text
 from ..analysis.collectives import MeshAxes, axes_text
@@ -27,7 +27,7 @@ from ..analysis.json_codec import UNWRITTEN, JsonForm, as_data, file_path, read
 from ..analysis.program import ProgramReport
 from ..analysis.roofline import cpu_caveat
 from ..analysis.tables import Table, legend, text
-from ..analysis.units import UNKNOWN, bytes_text, count_text, read_bytes, time_text
+from ..analysis.units import UNKNOWN, bound_text, bytes_text, count_text, read_bytes, time_text
 from ..errors import raise_if_any
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ Column: TypeAlias = Literal[
 # The figures that decide between strategies that fit, the most important first. Estimates count if
 # nothing was measured. On unknown hardware there are no estimates, so the bytes decide.
 DECISIVE: tuple[Column, ...] = ("measured", "roofline", "bytes_sent")
+K = TypeVar("K")
 Source: TypeAlias = "ProgramReport | Comparison | dict[str, Any] | str | os.PathLike[str]"
 
 
@@ -148,6 +149,26 @@ class Comparison(JsonForm):
             }
             for name, report in self.compiled.items()
         }
+
+    @property
+    def at_least(self) -> dict[str, dict[Column, float | None]]:
+        """Lower bounds of ``figures`` that loops of unknown length, or custom calls, add to.
+
+        They are the figures without these. None for figures that are known, or have no bound.
+        """
+        bounds: dict[str, dict[Column, float | None]] = {}
+        all_figures = self.figures
+        for name, report in self.compiled.items():
+            known: dict[Column, float | None] = {
+                "bytes_sent": getattr(report.collectives, "bytes_sent_at_least", None),
+                "flops": getattr(getattr(report.cost, "at_least", None), "flops", None),
+                "roofline": getattr(report.roofline, "at_least", None),
+            }
+            bounds[name] = {
+                column: known.get(column) if figure is None else None
+                for column, figure in all_figures[name].items()
+            }
+        return bounds
 
     @property
     def bytes_sent_by_axes(self) -> dict[str, dict[MeshAxes, int | None] | None]:
@@ -274,9 +295,14 @@ class Comparison(JsonForm):
             yield text(f"compiled for {', '.join(kinds)}")
         for caveat in self._caveats():
             yield text(caveat, "yellow")
-        for name, report in self.compiled.items():
-            for figure, why in why_unknown(report).items():
-                yield text(f"{name}: {figure} unknown, and ranked last: {why}", "yellow")
+        # Most strategies of a step lack the same figures, for the same reason.
+        reasons = {
+            (name, figure): f"{figure} unknown, and ranked after known ones: {why}"
+            for name, report in self.compiled.items()
+            for figure, why in why_unknown(report).items()
+        }
+        for reason, keys in names_by_value(reasons).items():
+            yield text(f"{_shortened([name for name, _ in keys])}: {reason}", "yellow")
         yield from self._held_by_module()
         yield from self._failures()
         if self.ruled_out:
@@ -377,10 +403,10 @@ class Comparison(JsonForm):
 
     def _cells(self, column: Column) -> list[Text | str]:
         """Writes a figure of each compiled strategy, and marks the best one."""
-        best = self.marked.get(column)
+        best, bounds = self.marked.get(column), self.at_least
         cells: list[Text | str] = []
         for name, figures in self.figures.items():
-            shown = figure_text(column, figures[column])
+            shown = bound_text(figures[column], bounds[name][column], _WRITERS[column])
             # Figures without a mark have spaces instead, so that figures stand below each other.
             cells.append(text(f"{shown} *", "green") if name == best else f"{shown}  ")
         return cells
@@ -465,9 +491,9 @@ def why_unknown(report: ProgramReport) -> dict[str, str]:
     return reasons
 
 
-def names_by_value(texts: Mapping[str, str]) -> dict[str, list[str]]:
+def names_by_value(texts: Mapping[K, str]) -> dict[str, list[K]]:
     """Groups names by their texts, in the order in which texts occur first."""
-    names: dict[str, list[str]] = {}
+    names: dict[str, list[K]] = {}
     for name, value in texts.items():
         names.setdefault(value, []).append(name)
     return names

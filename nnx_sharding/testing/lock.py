@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 from .._publishing import write_file
 from ..analysis.by_line import NO_LINE, LineRow
 from ..analysis.by_module import ModuleRow, path_text
-from ..analysis.collectives import Collective, axes_text
+from ..analysis.collectives import Collective
 from ..analysis.json_codec import file_path
 from ..analysis.names import folded, operations
 from ..analysis.parameters import ParameterRow
@@ -421,7 +421,7 @@ def _collective_name(collective: Collective) -> str:
         # dot_general.
         names = {name.rpartition("/")[2] for name in operations(collective.operation or "")}
         subject = folded(" and ".join(sorted(names)))
-    text = f"{collective.kind} over {axes_text(collective.axes)}"
+    text = f"{collective.kind} over {collective.over}"
     text += f" for {collective.purpose or 'unknown'}"
     return _escaped(f"{text} of {subject}" if subject else text)
 
