@@ -205,10 +205,11 @@ def _bytes_written(
 def _bytes_written_by_fusion(fused: Computation, module: Module) -> list[int | None]:
     """Counts the bytes that a fusion writes of each result; None if all of a result is written.
 
-    The fusion writes as much of a result as the instruction inside that makes the result. An update
-    in place writes one array. A scatter writes several, which are results one after another.
+    Each result is made by an instruction in the fusion, and the fusion writes of it what that
+    instruction writes. An update in place writes one array. A scatter writes several, which are
+    results one after another.
     """
-    inner = module.within[fused.name]
+    inner = module.within[fused.name]  # the instructions in the fusion, by name
     root = module.roots.get(fused.name)
     if root is None:  # Only damaged text lacks the root.
         return []
@@ -221,6 +222,7 @@ def _bytes_written_by_fusion(fused: Computation, module: Module) -> list[int | N
         if maker is None:  # Damaged text lacks the instruction.
             sizes.append(None)
         else:
+            # Pairs of an array that the instruction makes, and the bytes that it writes of it.
             written = _bytes_written(maker, operands_of(maker, inner), module)
             # An instruction that makes no array still stands for one result.
             sizes += [size for _, size in written] or [None]

@@ -65,11 +65,12 @@ def _with_compute_beside(
         sending_seconds[transfer.collective] += transfer.seconds
     rows = []
     for collective, seconds in sending_seconds.items():
-        # While a run of the collective is in progress, the device computes and accesses memory at
+        # While one run of the collective is in progress, the device computes and accesses memory at
         # the same time, so the larger of both times counts.
         flops_s = collective.flops_beside / hardware.flops
         memory_s = collective.bytes_beside / hardware.memory_bandwidth
-        times = collective.times or 0  # The times are known because the seconds are.
+        times = collective.times  # how often the collective runs
+        assert times is not None  # otherwise its seconds would be unknown
         row = Hidden(
             kind=collective.kind,
             of=collective.of,

@@ -181,10 +181,12 @@ def _check_axes(plan: Plan, leaves: Arrays) -> Iterator[str]:
 def _check_shapes(plan: Plan, leaves: Arrays) -> Exception | None:
     """Returns the error for specs that do not fit the shapes.
 
-    The plan may have been made for the shapes of an earlier call, so these were not checked.
+    The plan may have been made for the shapes of an earlier call, so the shapes of this call may
+    not have been checked.
     """
+    shapes = [*map(shape_of, leaves)]
     try:
-        fit_specs(plan.transform, plan.names, [*map(shape_of, leaves)], plan.specs, {})
+        fit_specs(plan.transform, plan.names, shapes, plan.specs, on_indivisible={})
     except ValueError as error:
         return error.with_traceback(None)  # the caller raises it where JAX's error was
     return None

@@ -36,7 +36,8 @@ class FunctionGroup:
 def name_as(pure: Callable[..., Any], fun: Callable[..., Any], parameters: Sequence[str]) -> None:
     """Names a function of arrays like ``fun``, and its parameters by the paths of the arrays.
 
-    JAX's messages and HLO then show the user's names. ``pure`` gets no reference to ``fun``.
+    JAX's messages and HLO then show the user's names. ``pure`` gets no reference to ``fun``:
+    the caches that hold ``pure`` would keep alive what the user's function captures.
 
     Args:
       pure: the function of arrays, whose attributes are set.
@@ -121,7 +122,7 @@ def names_of(code: types.CodeType) -> Names:
 
 
 def _read_names(code: types.CodeType) -> Names:
-    """Returns the names in the instructions of a code, by what the instructions do with them."""
+    """Returns the names in the instructions of a code object, by what is done with them."""
     global_names: dict[str, None] = {}  # in the order in which they are first used
     attributes, imports = set[str](), set[str]()
     operands: list[Any] = []  # the operands of all earlier instructions, except EXTENDED_ARG
@@ -132,8 +133,9 @@ def _read_names(code: types.CodeType) -> Names:
         elif operation in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
             attributes.add(name)
         elif operation == "IMPORT_NAME":
-            # The two instructions before load the number of leading dots and the imported names.
-            # The dots count, because `.types` of a user's package is not Python's `types`.
+            # The two instructions before this one have put the number of leading dots, and the
+            # imported names, on the stack. The dots count, because `.types` of a user's package is
+            # not Python's `types`.
             level, _ = operands[-2:]
             imports.add("." * level + name)
         if operation != "EXTENDED_ARG":

@@ -269,16 +269,17 @@ def _locate_new(plan: Plan, new_structure: Structure) -> list[NamedLocation]:
     argument or output, and a path in it.
     """
     transform = plan.transform
-    option = f"{transform.name}: {transform.out_name}"
+    option = f"{transform.name}: {transform.out_name}"  # for errors
+    # The output, cut into the parts for which the user gave one spec each, as arguments are.
     result = split_argument("output", transform.out_specs.tree, new_structure.root, option)
     # The arguments have a new Variable or array only if there are new objects, if a module links to
     # other objects (its entry differs), or if a module holds arrays itself (it has slots).
     old_entries, new_entries = plan.structure.entries, new_structure.entries
     has_new_objects = len(old_entries) != len(new_entries)
-    # zip is not strict, because new objects come after the old ones.
+    # The objects of the arguments come first in both structures, so `zip` pairs each with itself.
     has_changed_modules = any(
-        isinstance(old, NodeEntry) and (new != old or slots)
-        for old, new, slots in zip(old_entries, new_entries, new_structure.slots, strict=False)
+        isinstance(old, NodeEntry) and (new != old or has_arrays)
+        for old, new, has_arrays in zip(old_entries, new_entries, new_structure.slots, strict=False)
     )
     # Without updates, objects that the function attached to its arguments are not written back.
     may_have_new = plan.updates and (has_new_objects or has_changed_modules)

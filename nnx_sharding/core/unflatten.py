@@ -223,6 +223,8 @@ def assign_content(entry: StaticObject, value: object, objects: Objects) -> list
 def restore(structure: Structure, objects: Objects, indices: Iterable[int]) -> None:
     """Restores the content of static objects from their entries, where it has changed.
 
+    A static object has no arrays and is compared by its content, as a config or a list is.
+
     Args:
       structure: has the entries.
       objects: the objects of the graph, by index.
@@ -231,7 +233,8 @@ def restore(structure: Structure, objects: Objects, indices: Iterable[int]) -> N
     by_index = dict(enumerate(objects))
     for index in indices:
         entry = structure.entries[index]
-        # Equal content is not written, because other threads and guards would see the change.
+        # Equal content is not written, because other threads would see the change, and a guard
+        # would take the object for a changed one.
         if isinstance(entry, StaticObject) and not _has_content(objects[index], entry, by_index):
             perform(assign_content(entry, objects[index], objects))
 

@@ -123,7 +123,7 @@ def _attend(layout: Layout, local: LocalAttention, arrays: AttentionArrays) -> j
     Returns:
       The outputs of all queries, sharded as the queries.
     """
-    if layout.mesh is None:  # one device, which has all of them
+    if layout.mesh is None:  # one device, which has all keys and values
         return local(arrays)
     axes = layout.sequence
 
@@ -134,6 +134,7 @@ def _attend(layout: Layout, local: LocalAttention, arrays: AttentionArrays) -> j
     # The info of keys (positions, segments and places) is small, so it is on every device for all
     # keys, and `gather_and_attend` does not have to gather it.
     specs = layout.array_specs(arrays, query_axes=axes, key_axes=axes, info_axes=())
+    # `layout.map` is `shard_map` over the axes of the layout.
     run = layout.map(gather_and_attend, in_specs=(specs,), out_specs=specs.query)
     out: jax.Array = run(arrays)
     return out

@@ -73,6 +73,7 @@ def local_attention(
     mapped = tuple(sorted(layout.mapped & sharding))
 
     def attend(arrays: AttentionArrays) -> jax.Array:
+        """Calls the user's function with the keywords that it takes, and a mask for the rest."""
         query, key, value, key_info, visibility = arrays
         keywords, masks = _split_rule(
             rule, names, queries=visibility.query_info, keys=key_info, in_order=in_order
@@ -82,6 +83,7 @@ def local_attention(
                 keywords["scale"] = rule.scale
             else:
                 query = query * (rule.scale * query.shape[-1] ** 0.5)
+        # A function without the parameter chooses its precision itself.
         if rule.precision is not None and "precision" in names:
             keywords["precision"] = rule.precision
         if visibility.dropout is not None:

@@ -87,25 +87,25 @@ def _with_size(
 def _specs(build: Callable[[Any], tuple[Any, ...]], config: Any) -> Mapping[str, PartitionSpec]:
     """Traces the program of a configuration; returns the spec of each argument, by its expression.
 
-    Nothing is computed even if ``build`` makes whole arrays, because it runs in `eval_shape`.
-    Layers of a list share one expression.
+    ``build`` returns the step, a function of `jit`, and its arguments. Nothing is computed even if
+    it makes whole arrays, because it runs in `eval_shape`. Layers of a list share one expression.
     """
-    # `eval_shape` can return neither the step, which is no array, nor modules with their types
-    # only.
-    programs: list[tuple[Any, tuple[Any, ...]]] = []  # gets the step, with its arguments
+    # `eval_shape` returns arrays only. So the step and its arguments leave it through this list.
+    programs: list[tuple[Any, tuple[Any, ...]]] = []
 
     def add_program() -> None:
         step, *args = build(config)
         # Within `eval_shape`, arrays are tracers. Tracers are invalid afterwards, so only their
-        # types are kept.
+        # types are kept: the arguments are taken apart, and put together again with types.
         flat = flatten(tuple(args))  # leaves: the arrays of modules and other arguments
         leaves = [abstract(x) if hasattr(x, "dtype") else x for x in flat.leaves]
-        programs.append((step, unflatten(flat.structure, leaves).root))
+        abstract_args = unflatten(flat.structure, leaves).root
+        programs.append((step, abstract_args))
 
     nnx.eval_shape(add_program)
     [(step, args)] = programs
     step.eval_shape(*args)  # fails for sizes that do not fit
-    specs = declared_specs(step, *args)
+    specs = declared_specs(step, *args)  # by the expression for each array
     # ``model.layers[0].up1`` → ``model.layers[*].up*``, because the number of layers may change.
     # Digits in other names are replaced too. This is safe because both configurations have the same
     # names.
