@@ -419,10 +419,11 @@ class CommandTest(parameterized.TestCase):
         data = self.folder / "plan.json"
         code, out, error = self.run_command(*words, "--devices", "8", "--json", data)
         assert (code, error) == (0, "")
+        why = "the bytes that it sends, as its time is not known: the hardware is not known"
         recipe = (
             "from nnx_sharding import jit, make_mesh, replicated\n  mesh = make_mesh({'data': 8})\n"
         )
-        assert f"\nbest: dp, data 8\n  {recipe}" in out.replace(
+        assert f"\nbest: dp, data 8\nchosen by {why}\n  {recipe}" in out.replace(
             "from jax.sharding import PartitionSpec as P\n  ", ""
         )
         assert "\nwhy not:\n  fsdp, data 8: " in out

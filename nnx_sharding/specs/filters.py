@@ -74,7 +74,8 @@ def paths_inside(path: Path, subject: object) -> list[Path]:
 
     Filters see the path of the Variable only, because a Variable has one spec.
     """
-    value = _compat.get_value(subject) if _compat.is_any_variable(subject) else None
+    variable: Any = subject
+    value = variable.get_raw_value() if _compat.is_any_variable(subject) else None
     if not isinstance(value, dict | list | tuple):
         return []
     keys = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(value)]
