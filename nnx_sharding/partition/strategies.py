@@ -541,9 +541,9 @@ def _notes_of_late_gathers(
     notes = {}
     for parameter in parameters:
         variable = parameter.variable
-        is_data = _compat.is_any_variable(variable) and not isinstance(variable, nnx.Param)
-        is_sharded = not spec_axes_of(specs[parameter.path], mesh).isdisjoint(axes)
-        if is_data and is_sharded and not isinstance(variable, nnx.Cache):
+        if isinstance(variable, nnx.Param | nnx.Cache) or not _compat.is_any_variable(variable):
+            continue
+        if not spec_axes_of(specs[parameter.path], mesh).isdisjoint(axes):
             notes[parameter.path] = (
                 "gathered where it is used, in the dtype of the product, because "
                 f"{type(variable).__name__} is not an nnx.Param"
