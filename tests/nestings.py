@@ -394,15 +394,6 @@ def eager_scan_models(fun):
     return lambda m, x: sum(fun(m, x * factor) for factor in FACTORS)
 
 
-def eager_stack(fun):
-    def run(m, x):
-        for factor in FACTORS:
-            x = x + 0.1 * fun(m, x * factor)
-        return x
-
-    return run
-
-
 def eager_cond(fun):
     return lambda m, x: (fun, other_branch)[rest(m.count, 2)](m, x)
 
@@ -416,11 +407,11 @@ def rest(count, divisor):
         return int(count[...] % divisor)
 
 
-def eager_loop(factors):
+def eager_loop(factors, weight=0.5):
     def loop(fun):
         def run(m, x):
             for factor in factors:
-                x = x + 0.5 * fun(m, x * factor)
+                x = x + weight * fun(m, x * factor)
             return x
 
         return run
@@ -449,7 +440,7 @@ TRANSFORMS: dict[Callable[..., Function], Callable[[Function], Function]] = {
     map_models: eager_vmap,
     scan: eager_scan,
     scan_models: eager_scan_models,
-    stack: eager_stack,
+    stack: eager_loop(FACTORS, 0.1),
     cond: eager_cond,
     switch: eager_switch,
     while_loop: eager_loop((1, 1)),
