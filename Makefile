@@ -24,9 +24,9 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 # Two installs into one environment at the same time would break it.
 .NOTPARALLEL:
-.PHONY: help install demo test test-slow coverage test-python test-guard test-modes test-oldest test-matrix
-.PHONY: install-oldest test-debian test-tpu asan lint types docs links package wheels check nightly release-check
-.PHONY: bench models clean
+.PHONY: help install demo test test-slow test-sample coverage test-python test-guard test-modes test-oldest
+.PHONY: test-matrix install-oldest test-debian test-tpu asan lint types docs links package wheels check
+.PHONY: nightly release-check bench models clean
 
 LIST = awk -F ':.*\#\# ' '/^[a-z-]+:.*\#\# / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 help:  ## show this list
@@ -53,6 +53,9 @@ NIGHT := HYPOTHESIS_PROFILE=nightly JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) \
   $(NNX_SHARDING_TEST_SEED:%=--hypothesis-seed=%)
 test-slow: $(VENV)/.installed-tests  ## run the tests that no gate runs
 	$(NIGHT) -m "not ($(GATES)) and not rest" $(PYTEST_ARGS)
+
+test-sample: $(VENV)/.installed-tests  ## run a few of the tests that no gate runs
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) -m sample $(PYTEST_ARGS)
 
 coverage: $(VENV)/.installed-tests  ## run the tests of the gates and show which lines and branches they miss
 	$(NIGHT) -m "$(GATES)" --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)

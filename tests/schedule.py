@@ -385,9 +385,13 @@ NIGHT = {
     "transform_nesting.py::test_on_every_mesh": 20,
 }
 
+# So many of the tests and cases that only nights run, a merge runs as well (`make test-sample`), drawn
+# anew for each: one that no longer passes is found within days, without a night.
+SAMPLE = 20
+
 
 def mark(items: list[pytest.Item], seed: str) -> None:
-    """Marks the tests above as `slow`, and as `gate`, `nightly` or `rest`."""
+    """Marks the tests above as `slow`, and as `gate`, `nightly`, `rest` or `sample`."""
     names = [(item, item.nodeid.removeprefix("tests/test_")) for item in items]
     for item, name in names:
         if name.startswith(GATE):
@@ -402,8 +406,16 @@ def mark(items: list[pytest.Item], seed: str) -> None:
         for item, name in cases:
             if name not in kept:
                 _mark_nightly(item)
-    if os.environ.get("NNX_SHARDING_TEST_ALL"):
-        return
+    if not os.environ.get("NNX_SHARDING_TEST_ALL"):
+        _mark_rest(names, drawn, seed)
+    only_nights = [(item, name) for item, name in names if _runs_in_nights_only(item)]
+    cases, kept = _draw(only_nights, "", SAMPLE, seed)
+    for item, name in cases:
+        if name in kept:
+            item.add_marker(pytest.mark.sample)
+
+
+def _mark_rest(names: list[tuple[pytest.Item, str]], drawn: set[str], seed: str) -> None:
     for prefix, count in NIGHT.items():
         cases, kept = _draw(names, prefix, count, seed)
         for item, name in cases:
@@ -423,3 +435,8 @@ def _draw(
 def _mark_nightly(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.slow)
     item.add_marker(pytest.mark.nightly)
+
+
+def _runs_in_nights_only(item: pytest.Item) -> bool:
+    marks = {mark.name for mark in item.iter_markers()}
+    return "rest" not in marks and ("nightly" in marks or ("slow" in marks and "gate" not in marks))
