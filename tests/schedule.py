@@ -385,8 +385,8 @@ NIGHT = {
     "transform_nesting.py::test_on_every_mesh": 20,
 }
 
-# So many of the tests and cases that only nights run, a merge runs as well (`make test-sample`), drawn
-# anew for each: one that no longer passes is found within days, without a night.
+# Of all that only nights run, a merge runs so many tests and cases as well (`make test-sample`),
+# drawn anew for each: one that no longer passes is found within days, without a night.
 SAMPLE = 20
 
 

@@ -257,11 +257,16 @@ def test_the_line_names_the_function_of_a_partial(caplog, uncached):
 
 def test_the_line_has_the_times_that_jax_reports(caplog, uncached):
     reported = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **details: reported.append((event, seconds, details))
-    )
-    with caplog.at_level(logging.INFO, "nnx_sharding"):
-        Doubling()(jnp.ones(8))
+
+    def report(event, seconds, **details):
+        reported.append((event, seconds, details))
+
+    jax.monitoring.register_event_duration_secs_listener(report)
+    try:
+        with caplog.at_level(logging.INFO, "nnx_sharding"):
+            Doubling()(jnp.ones(8))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(report)
     [line] = [record.getMessage() for record in caplog.records if record.name == "nnx_sharding"]
     prefix = "/jax/core/compile/"
     phases = ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")

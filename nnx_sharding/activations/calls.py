@@ -41,7 +41,7 @@ from ..errors import warnings_collected
 from ..specs.activation_sharding import ActivationSharding, InOutSharding
 from ..specs.fitting import axes_of_type, with_entries
 from ..specs.paths import Path, accessor
-from ..specs.types import Arrays, AxisName
+from ..specs.types import AnyMesh, Arrays, AxisName
 
 if TYPE_CHECKING:  # a trace needs nothing of `analysis`, which takes long to import
     from ..analysis.parameters import ChosenBy
@@ -105,7 +105,7 @@ class Tag(NamedTuple):
     sources: tuple[ActivationSharding, ...]  # the declarations for it, the user's first
     axes: frozenset[AxisName]  # the axes over which its own Variables are gathered while it runs
     specs: Mapping[Path, VariableSpecs]  # the specs of its own Variables
-    mesh: Any  # the mesh of the trace
+    mesh: AnyMesh | None  # the mesh of the trace; None if there is none
     is_in_argument: bool  # False: the user's function captures or makes the module
 
     @property

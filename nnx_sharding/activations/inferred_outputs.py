@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ..core.constrain import apply_shardings, mesh_in_trace, retype, type_spec
 from ..specs.fitting import axes_of_type, keep_axes, spec_axes
-from ..specs.types import AnyArray, AxisName
+from ..specs.types import AnyArray, AnyMesh, AxisName
 from .axis_types import input_like, opened, output_spec
 from .calls import Frame
 from .columns import spec_of_columns
@@ -31,7 +31,7 @@ class InferredOutputs:
 
     def __init__(
         self,
-        mesh: Any,
+        mesh: AnyMesh | None,
         explicit_axes: frozenset[AxisName],
         batch_axes: frozenset[AxisName],
         whole_outputs: WholeOutputs,

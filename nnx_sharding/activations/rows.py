@@ -15,7 +15,7 @@ from .. import _compat
 from ..core.constrain import mesh_in_trace, type_spec
 from ..core.plan import Plan
 from ..specs.fitting import axes_of, first_axes, pad_entries, spec_and_mesh
-from ..specs.types import Arrays, AxisName
+from ..specs.types import AnyMesh, Arrays, AxisName
 
 
 class DeclaredRows:
@@ -24,7 +24,7 @@ class DeclaredRows:
     The private attributes ``_plan``, ``_leaves``, ``_mesh`` and ``_axes`` hold the arguments.
     """
 
-    def __init__(self, plan: Plan, leaves: Arrays, mesh: Any, axes: frozenset[AxisName]):
+    def __init__(self, plan: Plan, leaves: Arrays, mesh: AnyMesh | None, axes: frozenset[AxisName]):
         """Keeps what is known of the trace.
 
         Args:

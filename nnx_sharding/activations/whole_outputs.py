@@ -192,9 +192,10 @@ class _GatheredOutput(NamedTuple):
           says_spec: whether it says what to write, if that is known: ``: write P('data')``.
         """
         # Only a warning needs `analysis`, which takes long to import.
+        from ..analysis.memory import array_bytes
         from ..analysis.units import bytes_text
 
-        size = bytes_text(self.array.size * self.array.dtype.itemsize)
+        size = bytes_text(array_bytes(self.array.shape, self.array.dtype))
         kind = jax.typeof(self.array).str_short(short_dtypes=True)
         place = f", at {self.call_place}" if says_place else ""
         remedy = ""

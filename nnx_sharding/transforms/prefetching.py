@@ -103,6 +103,7 @@ def _gathers_of(module: object, tag: Tag) -> Iterator[Gather]:
         actual = type_spec(value)
         is_whole = actual is not None and tag.axes.isdisjoint(spec_axes(actual))
         if specs.is_gathered and not is_whole:
+            assert tag.mesh is not None  # without a mesh, nothing is gathered
             mesh = mesh_in_trace(tag.mesh)
             yield Gather(
                 name=(tag.name, tag.path, path),
