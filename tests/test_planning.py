@@ -661,6 +661,24 @@ def test_a_pipeline_is_a_candidate_for_a_stack():
     assert Arguments([odd], "m").stages == [3] and Arguments([odd], "m").layers == []
 
 
+@pytest.mark.parametrize(
+    ("kernel", "matrix", "experts"),
+    [
+        ((8, 64, 256), (64, 8), 8),
+        ((8, 256, 64), (64, 8), 0),  # the matrix reads the outputs, so it is not a router
+        ((64, 4, 16), (256, 64), 0),  # a projection to heads, and the last layer of an MLP
+        ((4, 16, 64), (64, 4), 0),  # a projection from heads, and a gate of each head
+    ],
+)
+def test_experts_are_kernels_with_a_router(kernel, matrix, experts):
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(jnp.ones(kernel))
+            self.matrix = nnx.Param(jnp.ones(matrix))
+
+    assert Arguments([nnx.eval_shape(Layer)], "m").experts == experts
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_what_a_schedule_sends_is_predicted(schedule):
     """Between stages, and for gradients: in each tick, or once with 1F1B, as it is compiled."""

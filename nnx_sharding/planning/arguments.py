@@ -238,13 +238,16 @@ def _rows(part: Any) -> int:
 def _experts(model: nnx.Module) -> int:
     """Finds the number of experts of a model; 0 without experts.
 
-    A model has n experts if it has a parameter of n matrices, (experts, in, out), and a router with
-    n outputs, which is a matrix (features, experts), and `expert_parallel` accepts n.
+    A model has n experts if it has a parameter of n matrices, (experts, in, out), and a router,
+    which is a matrix (in, experts), and `expert_parallel` accepts n. The router has the inputs of
+    the experts, because both read the same tokens. Kernels of heads also have three dimensions, and
+    some matrix of the model usually has as many outputs as their first.
     """
     shapes = [variable.layer_shape for variable in variables(model)]  # without stacked layers
-    outputs = {shape[1] for shape in shapes if len(shape) == 2}
-    stacked = [shape[0] for shape in shapes if len(shape) == 3 and shape[0] in outputs]
-    for number, _ in Counter(stacked).most_common():
+    matrices = {shape for shape in shapes if len(shape) == 2}
+    kernels = [shape for shape in shapes if len(shape) == 3]
+    numbers = [experts for experts, inputs, _ in kernels if (inputs, experts) in matrices]
+    for number, _ in Counter(numbers).most_common():
         # This call only tests whether the strategy takes the matrices for experts, so its result is
         # not used.
         try:

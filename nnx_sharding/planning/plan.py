@@ -329,8 +329,8 @@ def plan(
     * ``+ tensor``: :func:`~nnx_sharding.partition.tensor_parallel` over ``model``, and
       ``+ sequence`` the same with ``sequence=True``;
     * ``+ expert``: :func:`~nnx_sharding.experimental.expert_parallel` over ``expert``, for models
-      in which a router has as many outputs as a parameter has matrices. All meshes then have the
-      axis, so that the model may name it;
+      that have kernels of shape (experts, in, out) and a router of shape (in, experts). All meshes
+      then have the axis, so that the model may name it;
     * ``+ pipeline``: :func:`~nnx_sharding.partition.pipeline` over ``stage``, for models with a
       ``Stack`` or a list of equal blocks, with one to eight microbatches for each stage. The
       roofline counts stages that wait, because they compute in each tick;
