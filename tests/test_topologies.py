@@ -89,9 +89,16 @@ def test_the_compiler_is_missing(plan, capsys):
     assert main(["inspect", f"{plan}:forward", "--topology", "v5e:4x4", "--mesh", "data=16"]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("inspect: the topology 'v5e:4x4' needs the TPU compiler")
-    assert '--mesh data=64 --hardware "TPU v5e" instead of --topology.' in line
-    assert main(["plan", f"{plan}:forward", "--topology", "v5e:4x4"]) == 1
-    assert ' --devices 64 --hardware "TPU v5e" instead' in capsys.readouterr().err
+    assert '--mesh data=16 --hardware "TPU v5e" instead of --topology.' in line
+    for topology, slices, options in (
+        ("v5e:16x16", 1, '--devices 256 --hardware "TPU v5e"'),
+        ("v5p:2x2x2", 4, '--devices 32 --hardware "TPU v5p"'),
+        ("tpu7x:2x2x1", 1, '--devices 8 --hardware "TPU7x"'),
+        ("v9:large", 1, '--devices 64 --hardware "TPU v5e"'),
+    ):
+        given = ["--topology", topology, "--slices", str(slices)]
+        assert main(["plan", f"{plan}:forward", *given]) == 1
+        assert f"this means {options} instead" in capsys.readouterr().err
 
 
 def test_slices_need_a_topology(plan, capsys):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,7 @@ from .. import _compat
 from .._publishing import write_file
 from ..analysis.by_line import LineTable
 from ..analysis.compiler_shardings import rematerializations
-from ..analysis.hardware import hardware_of
+from ..analysis.hardware import HARDWARE, hardware_of
 from ..analysis.json_codec import file_path, json_text
 from ..analysis.program import ProgramReport
 from ..analysis.units import bytes_text, read_bytes
@@ -614,9 +615,9 @@ def _call_user_function(arguments: argparse.Namespace, make: Make[T]) -> T:
         except ValueError as error:
             raise UsageError(str(error)) from None
         except ImportError as error:  # the TPU compiler is not installed
-            sizes = "--devices 64" if arguments.command == "plan" else "--mesh data=64"
+            instead = _options_for_virtual_devices(arguments)
             raise ImportError(
-                f'{error} Here, this means {sizes} --hardware "TPU v5e" instead of --topology.'
+                f"{error} Here, this means {instead} instead of --topology."
             ) from None
         if mesh is not None:
             # The mesh is in context while the function is called and while its result is compiled.
@@ -633,6 +634,25 @@ def _call_user_function(arguments: argparse.Namespace, make: Make[T]) -> T:
         with user_code(f"{arguments.target} failed"):
             value = function() if parameter is None else function(mesh=mesh)
         return make(arguments, arguments.target, value)
+
+
+def _options_for_virtual_devices(arguments: argparse.Namespace) -> str:
+    """Returns the options that have as many virtual devices as ``--topology`` and ``--slices``.
+
+    For ``plan --topology v5p:2x2x2``, these are ``--devices 8 --hardware "TPU v5p"``.
+    """
+    generation, _, sizes = arguments.topology.partition(":")
+    # "v5p" is "TPU v5p" among the names, and "tpu7x" is "TPU7x".
+    spellings = (generation, f"tpu{generation}")
+    hardware = [name for name in HARDWARE if name.replace(" ", "").lower() in spellings]
+    numbers = sizes.split("x")
+    if not hardware or not all(map(str.isdecimal, numbers)):  # the topology is unknown
+        hardware, number = ["TPU v5e"], 64
+    else:
+        devices_per_chip = 2 if generation == "tpu7x" else 1
+        number = math.prod(map(int, numbers)) * devices_per_chip * arguments.slices
+    devices = f"--devices {number}" if arguments.command == "plan" else f"--mesh data={number}"
+    return f'{devices} --hardware "{hardware[0]}"'
 
 
 def _use_virtual_devices(number: int) -> None:
