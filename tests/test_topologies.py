@@ -313,6 +313,33 @@ def test_command_lines_that_do_not_fit(plan, capsys):
 
 @needs_compiler
 @pytest.mark.parametrize("axis_types", [AxisType.Auto, AxisType.Explicit])
+def test_gradients_of_a_list_are_scattered(axis_types, uncached):
+    mesh = make_mesh({"data": 8}, axis_types=axis_types, devices=topology_devices("v5e:2x4"))
+
+    adam = optax.adam(1e-3)
+
+    def make():
+        options = {"dtype": jnp.bfloat16, "use_bias": False, "rngs": nnx.Rngs(0)}
+        sizes = 2 * [(512, 2048), (2048, 512)]
+        model = nnx.Sequential(*(nnx.Linear(*size, **options) for size in sizes))
+        return model, nnx.Optimizer(model, adam, wrt=nnx.Param)
+
+    def train(model, optimizer, x):
+        gradients = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+        optimizer.update(model, gradients)
+
+    model, optimizer = nnx.eval_shape(make)
+    sharding = fsdp(model, mesh=mesh, optimizer=optimizer)
+    step = jit(train, in_shardings=(sharding, sharding, P("data")), mesh=mesh)
+    x = jax.ShapeDtypeStruct((8 * 512, 512), jnp.bfloat16)
+    sent = step.lower(model, optimizer, x).compile().collectives().by_purpose()
+    kernels = 4 * 512 * 2048 * 2
+    assert sent["parameter"] == pytest.approx(kernels * 7 / 8, rel=0.01)
+    assert sent["gradient"] == pytest.approx(kernels * 7 / 8, rel=0.01)  # twice if all-reduced
+
+
+@needs_compiler
+@pytest.mark.parametrize("axis_types", [AxisType.Auto, AxisType.Explicit])
 def test_a_stack_gathers_the_next_layer_beside_the_products_of_one(axis_types, uncached):
     devices = topology_devices("v5e:2x4")
     mesh = make_mesh({"data": 8}, axis_types=axis_types, devices=devices)
