@@ -146,7 +146,8 @@ class MistakesTest(parameterized.TestCase):
         self.assertContainsSubset(used, anchors(PAGE))
 
     def error_of(self, case: Mistake) -> BaseException | None:
-        with warnings.catch_warnings():
+        # An explanation that fails is logged.
+        with warnings.catch_warnings(), self.assertNoLogs("nnx_sharding", "WARNING"):
             warnings.simplefilter("error")
             try:
                 case.run(nnx_sharding)

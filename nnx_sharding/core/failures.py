@@ -7,6 +7,7 @@ function captures something, or if arguments are in host memory.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import traceback
 from collections.abc import Callable
@@ -112,7 +113,9 @@ def _note_missing_gradients(error: ValueError) -> None:
     Optax then says that two pytrees differ, and shows neither filter. The note names both, if the
     error is from ``nnx.Optimizer.update``: the arguments of that call say which gradients miss.
     """
-    code = nnx.Optimizer.update.__code__
+    # The method is in wrappers of Flax, and in ours if modules of a strategy have run. The code of
+    # ours is that of all intercepted methods, whose frames have no such arguments.
+    code = inspect.unwrap(nnx.Optimizer.update).__code__
     calls = [f.f_locals for f, _ in traceback.walk_tb(error.__traceback__) if f.f_code is code]
     if not calls:
         return

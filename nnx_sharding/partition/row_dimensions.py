@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 # A dimension for each input of an operation; None for an input without such a dimension.
 Dims: TypeAlias = Sequence[int | None]
@@ -40,9 +40,14 @@ def shape_of(variable: Var | Literal) -> Shape:
 def rows_of_outputs(equation: JaxprEqn, rows: Dims) -> list[int | None]:
     """Returns the dimension of each output that has the rows; None if it is not known.
 
-    Inputs with rows are tried in their order, and the first answer counts.
+    Inputs with rows are tried in their order, and the first answer counts. The rows are followed
+    through a program that an operation calls, because its outputs may have other dimensions, as
+    those of ``jnp.take`` (in ``nnx.Embed``) and ``jax.nn.one_hot``, which JAX jits.
     """
     name = equation.primitive.name
+    program = _program_of(equation)
+    if program is not None:
+        return _rows_of_program(program, rows)
     # `_keep` is for operations on each element, as most are. It compares shapes, so the outputs of
     # other operations have no rows, unless sizes happen to be the same.
     move = _MOVES.get(name, _keep)
@@ -59,6 +64,29 @@ def rows_of_outputs(equation: JaxprEqn, rows: Dims) -> list[int | None]:
                     output_dim = None
         rows_of_output.append(output_dim)
     return rows_of_output
+
+
+def _program_of(equation: JaxprEqn) -> Jaxpr | None:
+    """Returns the program that an operation runs once on its own inputs; None for all others."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    params = equation.params
+    program = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
+    return getattr(program, "jaxpr", program)
+
+
+def _rows_of_program(jaxpr: Jaxpr, rows: Dims) -> list[int | None]:
+    """Returns `rows_of_outputs` of a whole program; ``rows`` is for its inputs."""
+    row_dims: dict[Var, int | None] = dict(zip(jaxpr.invars, rows, strict=True))
+
+    def read(atoms: Sequence[Var | Literal]) -> list[int | None]:
+        # Literals and constants of the program have no rows.
+        return [None if isinstance(x, Literal) else row_dims.get(x) for x in atoms]
+
+    for equation in jaxpr.eqns:
+        outputs = rows_of_outputs(equation, read(equation.invars))
+        row_dims.update(zip(equation.outvars, outputs, strict=True))
+    return read(jaxpr.outvars)
 
 
 def summed_dims(equation: JaxprEqn, rows: Dims) -> Dims | None:
@@ -197,6 +225,21 @@ def _reshape(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int 
     return next((i for i in possible if shape[i] % input_shape[rows] == 0), None)
 
 
+# Operations that run a program once on their own inputs.
+_CALLS = frozenset(
+    (
+        "checkpoint",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "jit",
+        "pjit",
+        "remat",
+        "remat2",
+    )
+)
 # By the name of an operation, the function for it. `_keep` is for operations that are missing here,
 # and `_reduce` for reductions.
 _MOVES: dict[str, Callable[[JaxprEqn, int, int, Shape], int | None]] = {
