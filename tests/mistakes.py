@@ -631,6 +631,23 @@ def explicit_shards_in_a_trace(lib: Library) -> Any:
         return nnx.jit(lambda model, x: f(model, x))(Model(), X)
 
 
+@mistake(
+    "declared-otherwise-than-its-type",
+    "a module on an explicit mesh, in `shard_map` within `jit`",
+    ValueError,
+    "model.blocks[0].up is float32[4,16@model], declared P()",
+    "write P(None, 'model')",
+    "nnx_sharding.reshard(model, sharding)",
+)
+def explicit_module_in_a_trace(lib: Library) -> Any:
+    mesh = grid(AxisType.Explicit)
+    columns = lib.StateSharding({nnx.PathContains("up"): P(None, "model"), ...: P()})
+    f = lib.shard_map(forward, in_specs=(P(), P("data")), out_specs=P("data"), mesh=mesh)
+    shardings = (columns, P("data"))
+    step = nnx_sharding.jit(lambda model, x: f(model, x), in_shardings=shardings, mesh=mesh)
+    return step(Model(), X)
+
+
 def explicit_shards_over_one_axis(lib: Library) -> Any:
     mesh = grid(AxisType.Explicit)
     x = jax.device_put(X, NamedSharding(mesh, P("model")))

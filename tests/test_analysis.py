@@ -81,7 +81,7 @@ class CostTest(parameterized.TestCase):
         lowered = fun.lower(abstract(m, k), abstract(k, n))
         # XLA counts -1 for each annotation of a sharding.
         assert 0 <= 2 * m * k * n - lowered.cost().flops <= 3
-        assert lowered.cost().stage == "before optimisation, all devices"
+        assert lowered.cost().stage == "before optimisation, all devices, bodies of loops once"
         own = lowered.compile().cost(loops=False)
         assert own.flops == 2 * (m // 2) * k * (n // 4)
         assert own.bytes_accessed == F32 * (m // 2 * k + k * n // 4 + m // 2 * n // 4)

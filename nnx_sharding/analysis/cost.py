@@ -18,7 +18,7 @@ from .opcodes import CALLBACK, MARKERS
 from .tables import Pictured, Table, text
 from .units import bound_text, bytes_text, count_text
 
-LOWERED = "before optimisation, all devices"
+LOWERED = "before optimisation, all devices, bodies of loops once"
 COMPILED = "after optimisation, one device"
 CUSTOM_CALLS = "custom calls of unknown cost"  # a reason why figures are unknown
 

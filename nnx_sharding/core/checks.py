@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 from .. import _compat
 from ..errors import DonatedError, listed_error
 from ..specs.fitting import axes_of, axes_of_type, describe, keep_axes, pad_entries
+from ..specs.paths import enclosing_paths
 from ..specs.types import AnyArray, AnyMesh, Arrays, Axis, AxisName
 from .constrain import shape_of
 from .declared import is_committed
@@ -222,8 +223,11 @@ def _check_types(plan: Plan, leaves: Arrays) -> Iterator[str]:
             change = "declare it in the jit around, too"
         else:
             change = f"write {actual.spec!r}"
+        # The user passes a module, not its arrays, so the remedy reshards the module.
+        in_argument = enclosing_paths(name)
+        argument, target = (in_argument[0], "sharding") if in_argument else (name, repr(spec))
         text = f"  {name} is {aval.str_short()}, declared {spec!r}: {change}, or pass "
-        yield f"{text}jax.sharding.reshard({name}, {spec!r})"
+        yield f"{text}nnx_sharding.reshard({argument}, {target})"
 
 
 def _is_compared(transform: Sharded, leaf: AnyArray, mesh: AnyMesh) -> bool:
