@@ -21,7 +21,7 @@ from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.analysis.attribution import CompiledProgram, module_table
 from nnx_sharding.analysis.buffers import Buffer, read_buffers
 from nnx_sharding.analysis.hlo import parse
-from nnx_sharding.analysis.units import read_bytes
+from nnx_sharding.analysis.units import count_text, read_bytes
 from nnx_sharding.partition import make_mesh
 
 
@@ -276,6 +276,15 @@ def test_depths_are_sums(table):
         "model",
         "model",
     ]
+
+
+def test_the_last_line_sums_up_what_is_not_shown(table):
+    shown = table.rows[:1] * 40
+    many = dataclasses.replace(table, rows=(*shown, *table.rows))
+    [line] = [line for line in str(many).splitlines() if line.startswith("…")]
+    assert line.startswith(f"… and {len(table.rows)} more (in .rows)  ")
+    assert count_text(table.total().flops) in line
+    assert not any(line.startswith("…") for line in str(table).splitlines())
 
 
 def test_seconds_are_rooflines(table):

@@ -522,6 +522,20 @@ def test_a_large_replicated_parameter_is_named():
     tensor_parallel(nnx.eval_shape(lambda: Unnamed(128)), mesh=mesh)
 
 
+def test_the_scale_of_a_norm_of_ones_own_needs_no_spec():
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.scale = nnx.Param(jnp.ones(64))
+            self.up = nnx.Linear(64, 256, rngs=nnx.Rngs(0))
+
+    mesh = AbstractMesh((4,), ("model",))
+    for layers in (Scaled, lambda: stack(lambda rngs: Scaled(), 3, rngs=nnx.Rngs(0))):
+        model = nnx.eval_shape(layers)
+        rows = check_sharding(model, tensor_parallel(model, mesh=mesh), mesh).rows
+        [reason] = [row.reason for row in rows if row.path.endswith("scale")]
+        assert "a vector of no layer" in reason and "override" not in reason
+
+
 OF_NO_LAYER = "of no layer that tensor_parallel knows. Give it a spec by override(...)"
 NOTES_OF_UNNAMED = {
     "tensor_parallel": {

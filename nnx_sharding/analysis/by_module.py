@@ -246,12 +246,18 @@ class ModuleTable(AsData):
             figures.append("at least")
         if is_measured:
             figures.append("measured")
+        # 40 rows are enough for a look; `at_depth` joins modules of larger models. The last line
+        # sums up all other rows, because rows that hold little may compute the most.
+        shown = [(_pass(row.path, row.backward), row) for row in self.rows[:_SHOWN_ROWS]]
+        others = self.rows[_SHOWN_ROWS:]
+        if others:
+            shown.append((f"… and {len(others)} more (in .rows)", _sum(others, path="", backward=None)))
         lines = []
-        for row in self.rows:
+        for name, row in shown:
             held = row.at_peak or {}  # the bytes by kind
             size = None if row.at_peak is None else sum(held.values())
             mostly = max(held, key=held.__getitem__, default="")
-            line = [_pass(row.path, row.backward), bytes_text(size), mostly]
+            line = [name, bytes_text(size), mostly]
             line += [count_text(row.flops), bytes_text(row.bytes_accessed)]
             line.append(bytes_text(row.bytes_sent))
             if has_times:
@@ -259,8 +265,7 @@ class ModuleTable(AsData):
             if is_measured:
                 line.append(time_text(row.measured))
             lines.append(line)
-        # 40 rows are enough for a look; `at_depth` joins modules of larger models.
-        yield Table(names + figures, lines, numbers=len(figures), most=40)
+        yield Table(names + figures, lines, numbers=len(figures))
         yield from legend(names + figures, _PHRASES)
 
 
@@ -275,6 +280,7 @@ _PHRASES = {
     "at least": "the longest of the times for flops, bytes and sent, at the rates of the hardware",
     "measured": "the time in the profile",
 }
+_SHOWN_ROWS = 40
 _ITEM = re.compile(r"(.*?)\[\d+\]")  # a module in a list: the list is the first group
 
 

@@ -32,9 +32,10 @@ from .options import UsageError, count, mesh_sizes, option, say
 from .user_functions import UserError, find, user_code
 
 _SAME = """\
-The function takes the mesh and returns (jit(step, in_shardings=...), *arguments). If it has a
-parameter `config`, whose default is a dataclass or a mapping, its numbers are made smaller as far
-as every argument keeps its spec; --config names a smaller one of yours. For example:
+The function takes the mesh and returns (jit(step, in_shardings=...), *arguments). Arguments are
+arrays or shapes, which random numbers fill. If it has a parameter `config`, whose default is a
+dataclass or a mapping, its numbers are made smaller as far as every argument keeps its spec;
+--config names a smaller one of yours. For example:
 
   python -m nnx_sharding same train.py:step --mesh data=64,model=16
 
