@@ -314,7 +314,9 @@ def _mix_variables(objects: list[Any], results: list[Any], a: int, b: int, c: in
 
 
 def _exchange_values(objects: list[Any], results: list[Any], a: int, b: int, c: int) -> None:
-    variables = [v for v in _variables(objects) if isinstance(v.get_value(), jax.Array)]
+    # Python leaves an array of NumPy, where a trace makes one of JAX.
+    arrays = (jax.Array, np.ndarray)
+    variables = [v for v in _variables(objects) if isinstance(v.get_value(), arrays)]
     if variables:
         one, two = _choose(variables, a), _choose(variables, b)
         first, second = one.get_value(), two.get_value()

@@ -34,7 +34,7 @@ rank = int(os.environ["SLURM_PROCID"])
 # In a process of its own, without the import of JAX.
 CODE = "import sys; from launcher import launch; sys.exit(launch(sys.argv[1:], grace=1.0))"
 LAUNCHER = ["env", f"PYTHONPATH={Path(launcher.__file__).parent}", sys.executable, "-c", CODE]
-QUICK = 15  # seconds within which a launch has to end
+QUICK = 60  # seconds; far more than it takes, also on a busy machine
 
 linux = pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
 
