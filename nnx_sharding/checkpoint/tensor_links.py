@@ -68,7 +68,10 @@ def grouped(shapes: Mapping[str, Shape]) -> list[Group]:
     # Some parts depend on other names, so they are decided when all names are known: `mlp.gate` is
     # a router next to experts that have gates, and a gate otherwise. The texts of templates stay
     # the same.
-    templates = with_settled_parts([group.template for group in groups.values()])
+    templates = with_settled_parts(
+        [group.template for group in groups.values()],
+        [next(iter(group.shapes.values())) for group in groups.values()],
+    )
     return [
         group._replace(template=template)
         for group, template in zip(groups.values(), templates, strict=True)

@@ -22,6 +22,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ..specs.layer_names import AFFIXES, NAMES
 from ..specs.paths import WRAPPERS
 
 # Patterns for the ways in which a concept is written, and the one spelling that the tables below
@@ -42,7 +43,7 @@ _SPELLINGS = (
 )
 # The kinds of arrays, by the last words of their names.
 _KINDS = {
-    **dict.fromkeys(("weight", "kernel", "scale", "embedding", "w", "gamma"), "weight"),
+    **dict.fromkeys(("weight", "kernel", "scale", "embedding", "table", "w", "gamma"), "weight"),
     **dict.fromkeys(("bias", "b", "beta"), "bias"),
     **{"running_mean": "mean", "mean": "mean", "running_var": "var", "var": "var"},
     # The factors of LoRA, in Flax and in PEFT, whose adapters have `q_proj.lora_A.weight`.
@@ -59,6 +60,20 @@ _LEFT_OUT = WRAPPERS | {*_MODELS.split()}
 # Words that tell apart the halves of a model that have parts of the same names.
 _TOWERS = re.compile("(encoder|decoder|vision|audio|cross|shared|draft).*")
 
+
+def _spelled(word: str) -> str:
+    """Returns a word in the spelling of the tables of parts: ``LayerNorm_1`` → ``norm1``."""
+    for pattern, spelling in _SPELLINGS:
+        word = re.sub(pattern, spelling, word)
+        word = word.lower()
+    return word
+
+
+def _named(part: str) -> str:
+    """Returns a pattern for the names that `NAMES` has for a part, in one spelling."""
+    return "|".join(sorted({re.escape(_spelled(name)) for name in NAMES[part]}))
+
+
 QKV_BY_HEAD = "qkv by head"  # GPT-NeoX, BLOOM and Falcon have this order
 # Gate and up are halves in Llama 4, but in turns in gpt-oss, whose experts have biases.
 GATE_UP_OF_EITHER_ORDER = "gate_up of experts with biases"
@@ -74,27 +89,31 @@ _IN_LAYERS = (
     ("norm_attn", r"(input|pre_attn|pre_self_attn|attn|self_attn)_norm|norm1|norm_(before|attn)"),
     ("norm_mlp", r"(pre_)?mlp_norm|norm2|norm_(after|mlp)|final_norm"),
     (QKV_BY_HEAD, "q_k_v"),
-    ("qkv", r"w?qkv|c_attn|attn\.in"),
-    ("kv", "w?kv"),
-    ("q", "w?q"),
-    ("k", "w?k"),
-    ("v", "w?v"),
-    ("down", r"mlp\.(wo|c_proj|proj|out|output)|down|w2|fc2|fc_out|linear2|dense_4h_to_h"),
-    ("o", r"\w*attn\.(output\.dense|dense|output|c_proj|proj)|w?o|out|attn_vec"),
+    ("qkv", rf"{_named('qkv')}|(to_)?qkv|attn\.in"),
+    ("kv", "(to_|w)?kv"),
+    ("q", _named("q")),
+    ("k", _named("k")),
+    ("v", _named("v")),
+    ("down", rf"mlp\.(wo|c_proj|proj|out|output)|{_named('down')}|dense_4h_to_h"),
+    ("o", rf"\w*attn\.(output\.dense|dense|output|c_proj|proj)|{_named('o')}|out|attn_vec"),
     ("down", r"output\.dense"),
-    ("gate_up", "gate_up|gating"),
-    ("gate", "gate(?=_)|w1|wi_?0"),
+    ("gate_up", f"{_named('gate_up')}|gating"),
+    # `gate` alone may be a router as well.
+    ("gate", f"gate(?=_)|(?!gate$)({_named('gate')})"),
     ("gate or router", "gate"),
-    ("up", r"up|w3|wi_?1|c_fc|fc1|fc_in|linear1|intermediate\.dense|dense_h_to_4h"),
+    ("up", rf"mlp\.in|{_named('up')}|intermediate\.dense|dense_h_to_4h"),
     ("router", "router"),
 )
 _ELSEWHERE = (
     ("patch", r"patch_embed(\.proj)?|conv_proj|\w*embed\.proj"),
     ("cls", "cls(_token)?|class_(token|embed)"),
-    ("pos", "wpe|embed_positions?|pos(ition(al)?)?(_embed)?"),
-    ("embed", "embed(_tokens|_in)?|(tok(en)?|word|input|vocab)_embed|wte|tok(en)?s?|vocab|shared"),
+    ("pos", "wpe|embed_positions?|pos(ition(al)?)?(_emb(ed)?)?"),
+    (
+        "embed",
+        "emb|embed(_tokens|_in)?|(tok(en)?|word|input|vocab)_emb(ed)?|wte|tok(en)?s?|vocab|shared",
+    ),
     ("norm", "((final|out|output|post|decoder|encoder)_)?norm|norm_f|f_norm"),
-    ("head", "(lm_)?head|classifier|logits|unembed|embed_out|output|proj_out"),
+    ("head", f"{_named('head')}|embed_out|output|proj_out"),
 )
 # `FUSED` has the parts of each fused part, in the order in which a fused tensor has them.
 _QKV = ("q", "k", "v")
@@ -189,7 +208,8 @@ def _without_kind(words: list[str]) -> tuple[list[str], str]:
     for the kind, such as ``pos_embed``, is a weight. One word always stays, because it is the part.
     """
     *words, last = words
-    joined = re.fullmatch(r"(\w+)_(weight|bias)", last)  # for example in_proj_bias of PyTorch
+    # For example `in_proj_bias` of PyTorch, and `token_table`.
+    joined = re.fullmatch(r"(\w+)_(weight|bias|table)", last)
     words += joined.groups() if joined else [last]
     kind = "weight"
     # Several words may be kinds, as in `embedding.weight`. The first of them counts.
@@ -198,29 +218,71 @@ def _without_kind(words: list[str]) -> tuple[list[str], str]:
     return words, kind
 
 
-def _spelled(word: str) -> str:
-    """Returns a word in the spelling of the tables of parts: ``LayerNorm_1`` → ``norm1``."""
-    for pattern, spelling in _SPELLINGS:
-        word = re.sub(pattern, spelling, word)
-        word = word.lower()
-    return word
-
-
 def _part(words: Sequence[str], table: Iterable[tuple[str, str]]) -> str:
-    """Returns the first part in a table whose pattern the words end with; else the last word."""
-    text = ".".join(words)
-    for part, pattern in table:
-        if re.fullmatch(rf"(.*\.)?({pattern})(_proj|_einsum|_dense|_layer)?", text):
-            return part
-    return words[-1] if words else ""
+    """Returns the first part in a table whose pattern the words end with; else the last word.
+
+    If no pattern matches, the last word is read without an affix: ``w_up`` as ``up``.
+    """
+    *context, last = words
+    for word in dict.fromkeys((last, _without_affix(last))):
+        text = ".".join([*context, word])
+        for part, pattern in table:
+            if re.fullmatch(rf"(.*\.)?({pattern})(_proj|_einsum|_dense|_layer)?", text):
+                return part
+    return last
 
 
-def with_settled_parts(templates: Sequence[Template]) -> list[Template]:
+def _without_affix(word: str) -> str:
+    """Returns a word without an affix that says that it is a parameter: ``w_up`` → ``up``."""
+    # The direction of a kernel in PyTorch's weight_norm has this name. It is no `v` of attention.
+    return word if word == "weight_v" else AFFIXES.sub("", word)
+
+
+# Names of layers that are counted, of which `_IN_LAYERS` knows what the usual ones are for.
+_COUNTED = re.compile("(?P<stem>w|fc|linear|dense)(?P<number>[0-3])")
+
+
+def _with_unusual_numbers(
+    templates: Sequence[Template], shapes: Sequence[tuple[int, ...]]
+) -> set[str]:
+    """Returns the texts of templates whose last word is counted in another way than usual.
+
+    Usually ``w1`` is the gate, ``w3`` is up and ``w2`` is down; and ``fc1`` is up and ``fc2`` is
+    down. This cannot be so if the module counts from 0; nor if ``w1`` and ``w2`` have one shape and
+    ``w3`` has another, because then ``w3`` leads back from the hidden features (xFormers has this
+    order).
+
+    Args:
+      shapes: the shape of an array of each template.
+    """
+    # (the words of the module, the kind, the stem) → number → (text of the template, shape)
+    counted: dict[tuple[tuple[str, ...], str, str], dict[int, tuple[str, tuple[int, ...]]]] = {}
+    for template, shape in zip(templates, shapes, strict=True):
+        match = _COUNTED.fullmatch(_without_affix(template.words[-1]))
+        if match is not None:
+            key = template.words[:-1], template.kind, match["stem"]
+            counted.setdefault(key, {})[int(match["number"])] = template.text, shape
+    unusual: set[str] = set()
+    for by_number in counted.values():
+        first, second, third = (by_number.get(number, ("", None))[1] for number in (1, 2, 3))
+        third_is_down = first is not None and first == second and third not in (None, first)
+        if 0 in by_number or third_is_down:
+            unusual.update(text for text, _ in by_number.values())
+    return unusual
+
+
+def with_settled_parts(
+    templates: Sequence[Template], shapes: Sequence[tuple[int, ...]]
+) -> list[Template]:
     """Returns the templates with the parts decided that depend on other templates of the same side.
 
     In a model with experts, ``mlp.gate`` is a router, which chooses experts. In a model without
     experts, it is the gate of the MLP.
+
+    Args:
+      shapes: the shape of an array of each template.
     """
+    unusual = _with_unusual_numbers(templates, shapes)
     parts = {(t.towers, t.part) for t in templates if t.in_layer}
     parts_of_modules = {(t.words[:-1], t.part) for t in templates}  # (("layers", "mlp"), "up")
     has_experts = any(t.is_in_expert for t in templates)
@@ -246,7 +308,9 @@ def with_settled_parts(templates: Sequence[Template]) -> list[Template]:
     result = []
     for template in templates:
         part = template.part
-        if part == "gate or router":
+        if template.text in unusual:
+            part = template.words[-1]
+        elif part == "gate or router":
             part = "router" if is_router(template) else "gate"
         elif part == "gate_up" and template.is_in_expert and experts_have_biases:
             part = GATE_UP_OF_EITHER_ORDER  # for example in gpt-oss

@@ -48,6 +48,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from flax import nnx
 
 from .. import _compat
+from ..specs.layer_names import AFFIXES, IN, NAMES, OUT
 from ..specs.paths import Path
 from .layers import has_sizes
 from .variables import NamedVariable, Shape
@@ -110,12 +111,8 @@ GATES = Style("gates", _in_each("hi hf hg ho ii if_ ig io", kernel=-1, bias=-1))
 FUSED_GATES = Style("gates", _in_each("dense_h dense_i", kernel=-1, bias=-1))
 
 # The names of column layers, whose outputs are sharded, and of row layers, whose inputs are.
-_COLUMN_NAMES = """up gate in fc1 wi wi_0 wi_1 w1 w3 linear1 dense1 c_fc fc_in up_proj gate_proj
-gate_up gate_up_proj in_proj query key value q k v qkv q_proj k_proj v_proj qkv_proj wq wk wv wqkv
-c_attn to_q to_k to_v head lm_head unembed classifier logits"""
-_ROW_NAMES = """down out fc2 wo w2 linear2 dense2 c_proj fc_out down_proj out_proj o o_proj to_out
-output_proj attn_out"""
-_COLUMNS, _ROWS = frozenset(_COLUMN_NAMES.split()), frozenset(_ROW_NAMES.split())
+_ROWS = OUT | NAMES["o"] | NAMES["down"]
+_COLUMNS = IN.union(*NAMES.values()) - _ROWS
 # Layers with these names are row layers even if they have as many outputs as inputs, because they
 # are then output projections of attention. With more outputs, they may be heads of a model.
 _SQUARE_ROWS = frozenset({"proj", "output"})
@@ -370,7 +367,7 @@ def _rule_of_matrix(
         return functools.partial(_kernel_styles, name, shape, others)
     # 5. The parameter has the name of a layer, once an affix that says "parameter" is removed:
     # ``w_up`` → ``up``.
-    layer_name = _AFFIXES.sub("", name.lower())
+    layer_name = AFFIXES.sub("", name.lower())
     # A gate next to kernels of experts, which have a dimension more, is the router of the experts.
     # A router stays whole.
     has_experts = any(len(other) > len(shape) for other in shapes.values())
@@ -523,6 +520,3 @@ _SUBSCRIPTS = re.compile(r"[\w. ]+, *(?P<kernel>\w+) *->[\w. ]+")
 _TABLE = re.compile("embed|wte|vocab", re.IGNORECASE)
 # Names of tables that are added to activations, ``pos_embed``, or are activations, ``cls_token``.
 _POSITIONS = re.compile("pos(ition(al)?)?s?(_|$|emb|enc)|tokens?$", re.IGNORECASE)
-# Parts of a parameter's name that are not the name of its layer: `w_` in `w_up`, `_kernel` in
-# `query_kernel`.
-_AFFIXES = re.compile("^(w|kernel|weight)_|_(w|kernel|weight)$")
