@@ -283,6 +283,53 @@ def test_bases_and_adapters(tmp_path, stacked):
     jax.tree.map(np.testing.assert_array_equal, again, {**adapters})
 
 
+class OwnMLP(nnx.Module):
+    """Parameters of our own, without modules of Flax, called in one of several ways."""
+
+    def __init__(self, gate="w_gate", up="w_up", down="w_down"):
+        self.names = gate, up, down
+        for name, shape in zip(self.names, [(EMBED, HIDDEN)] * 2 + [(HIDDEN, EMBED)], strict=True):
+            setattr(self, name, zeros(*shape))
+
+    def __call__(self, x):
+        gate, up, down = (getattr(self, name)[...] for name in self.names)
+        return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+class Table(nnx.Module):
+    def __init__(self):
+        self.table = zeros(VOCAB, EMBED)
+
+    def __call__(self, tokens):
+        return self.table[...][tokens]
+
+
+def own_llama(*names):
+    model = Llama(mlp=lambda: OwnMLP(*names))
+    model.embed = Table()
+    return model
+
+
+OWN_NAMES = [
+    (), ("w1", "w3", "w2"), ("gate_w", "up_w", "down_w"), ("w_1", "w_3", "w_2"),
+    ("kernel_gate", "kernel_up", "kernel_down"), ("w_gate", "w_in", "w_out"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", OWN_NAMES, ids=str)
+def test_names_of_parameters_of_our_own(tmp_path, names):
+    tensors = published.decoder_tensors()
+    model, _ = loaded(written(tmp_path, tensors), own_llama(*names))
+    assert_logits(model, published.llama(tensors, TOKENS))
+
+
+@pytest.mark.parametrize("names", [("w1", "w2", "w3"), ("w0", "w1", "w2")], ids=str)
+def test_numbers_that_do_not_say_what_a_layer_is_for(tmp_path, names):
+    folder = written(tmp_path, published.decoder_tensors())
+    with pytest.raises(CheckpointError, match=f"without a tensor:\n  blocks/0/mlp/{names[0]},"):
+        match_tensors(nnx.eval_shape(lambda: own_llama(*names)), folder)
+
+
 def linear(rows, columns, seed=0):
     return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
 
@@ -516,6 +563,18 @@ REFUSED = {
     "one of its size has another name": (
         {Q: None, "model.layers.1.attn.queries": linear(48, EMBED)},
         "blocks/1/attn/query/kernel, shape .*; of this size: model.layers.1.attn.queries",
+    ),
+    "only one has its size": (
+        {"model.embed_tokens.weight": None, "model.words.weight": linear(VOCAB, EMBED)},
+        re.escape(
+            f"embed/embedding, shape {(VOCAB, EMBED)}; of this size: model.words.weight; if it is "
+            r'this one: rules={r"model\.words\.weight": "embed/embedding"}'
+        ),
+    ),
+    "the tensors of the same layer": (
+        {f"model.layers.{i}.{x}": linear(48, EMBED) for i in range(2) for x in ("a", "b")}
+        | {Q: None, Q.replace(".1.", ".0."): None},
+        r"blocks/1/attn/query/kernel, .*; of this size: model.layers.1.a or model.layers.1.b\n",
     ),
     "a tensor is left over": (
         {"model.extra.weight": linear(3, 3)},

@@ -21,6 +21,7 @@ file's model, or the rules have to be edited.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -48,6 +49,7 @@ from .tensor_table import (
     TensorRules,
     loaded_rules,
     matches_by_rules,
+    rule_text,
 )
 
 _MATCH = "match_tensors"
@@ -393,18 +395,29 @@ class _Matching:
         # Tensors that fill nothing. Buffers, such as masks, are left out, because a model may do
         # without them.
         unmatched_tensors: list[str] = []
-        names_by_size: dict[int, list[str]] = {}  # number of elements → names of such tensors
+        # Number of elements → such tensors: the group, the numbers and the name of each.
+        tensors_by_size: dict[int, list[tuple[Group, Numbers, str]]] = {}
         for group in self._tensors:
             for numbers, name in group.names.items():
                 if name not in self._settled and not group.is_buffer:
                     unmatched_tensors.append(self._line_of_unmatched(name, group, numbers))
                     size = math.prod(group.shapes[numbers])
-                    names_by_size.setdefault(size, []).append(name)
+                    tensors_by_size.setdefault(size, []).append((group, numbers, name))
         # Arrays that nothing fills, each with up to three unmatched tensors of the same size.
         unmatched_arrays: list[str] = []
-        for path, shape in self.unmatched_arrays(wanted).items():
-            of_same_size = names_by_size.get(math.prod(shape), [])[:3]
-            hint = f"; of this size: {' or '.join(of_same_size)}" if of_same_size else ""
+        unmatched_shapes = self.unmatched_arrays(wanted)
+        num_arrays_of_size = collections.Counter(map(math.prod, unmatched_shapes.values()))
+        for path, shape in unmatched_shapes.items():
+            size = math.prod(shape)
+            of_same_size = tensors_by_size.get(size, [])
+            possible = _of_the_same_layer(path, of_same_size)[:3]
+            hint = f"; of this size: {' or '.join(possible)}" if possible else ""
+            if len(of_same_size) == num_arrays_of_size[size] == 1:
+                [(group, numbers, name)] = of_same_size
+                # Of a vector or a matrix that is not square, equal shapes are equal dimensions. A
+                # tensor of another shape, or a square one, may be transposed.
+                if group.shapes[numbers] == shape and len({*shape}) == len(shape):
+                    hint += f"; if it is this one: rules={{{rule_text(re.escape(name), path)}}}"
             unmatched_arrays.append(f"  {path}, shape {shape}{hint}")
         return {
             "Arrays without a tensor": unmatched_arrays,
@@ -459,6 +472,22 @@ class _Matching:
                 tensors = [_with_numbers(path, x, numbers) for path, x in by_path.items()]
                 rules[re.escape(group.names[numbers])] = _rule(tensors)
         return rules
+
+
+def _of_the_same_layer(path: str, tensors: Iterable[tuple[Group, Numbers, str]]) -> list[str]:
+    """Returns the names of the tensors that may belong to the layer of an array.
+
+    If any tensor counts what the array counts, such as layers, and has the same numbers, those with
+    other numbers are left out. Tensors that count something else stay.
+    """
+    template, numbers = read_name(path)
+    array_numbers = dict(zip(template.counters, numbers, strict=True))
+    same, other_layers = list[str](), list[str]()
+    for group, tensor_numbers, name in tensors:
+        pairs = zip(group.template.counters, tensor_numbers, strict=True)
+        is_same = all(array_numbers.get(counter, number) == number for counter, number in pairs)
+        (same if is_same else other_layers).append(name)
+    return same or other_layers
 
 
 def _line_of_misfit(fit: _Fit) -> str:

@@ -103,7 +103,7 @@ class TensorRules(dict[str, Rule]):
             if note and note != last_note:  # a note is written once for successive rules
                 lines.append(f"    # {note}")
             last_note = note
-            lines.append(f"    {_raw(pattern)}: {_text(rule)},")
+            lines.append(f"    {rule_text(pattern, rule)},")
         return "\n".join([*lines, "}"])
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -149,6 +149,11 @@ def _template(pattern: str) -> str:
     with_braces = re.sub(r"\([^()]*\)", "{}", pattern)  # h\.{}\.up
     template, _ = read_name(re.sub(r"\\(.)", r"\1", with_braces))  # backslashes are removed
     return template.text
+
+
+def rule_text(pattern: str, rule: Rule) -> str:
+    r"""Returns the text of a rule with its pattern, as in a dict: ``r"h\.up": "up/kernel"``."""
+    return f"{_raw(pattern)}: {_text(rule)}"
 
 
 def _text(rule: Rule) -> str:
