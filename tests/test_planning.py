@@ -44,10 +44,11 @@ from nnx_sharding.planning.axes import Axes
 from nnx_sharding.planning.candidates import Candidate
 from nnx_sharding.planning.chains import strategies_of
 from nnx_sharding.planning.memory import memory_need
-from nnx_sharding.planning.plan import PlanningResult
+from nnx_sharding.planning.plan import PlanningResult, _worse
 from nnx_sharding.planning.predictions import predict, products_of
 from nnx_sharding.planning.prepare import prepare
 from nnx_sharding.planning.remedies import remedies
+from nnx_sharding.planning.search import Search
 from nnx_sharding.planning.variants import (
     variants_of,
     with_less_memory,
@@ -968,6 +969,63 @@ def test_the_largest_batch():
         plan(lambda m, x: m(x), model, x, maximize="rows", **options)
     with pytest.raises(ValueError, match="needs a batch"):
         plan(lambda m: m.kernel[...], model, maximize="batch", **options)
+
+
+@pytest.mark.usefixtures("compile_here")
+@pytest.mark.parametrize(
+    ("limit", "why"),
+    [
+        ({"most": 2}, "not among the 2 that were compiled (most=2)"),
+        ({"time_limit": 9000}, "not compiled within 9000 s"),
+    ],
+)
+def test_larger_batches_that_are_not_decided(limit, why, monkeypatch):
+    """The best is not called the largest, and a smaller batch is a reason, not its shorter time."""
+    if "time_limit" in limit:  # the time ends after two programs
+        pick = Search.pick
+        monkeypatch.setattr(Search, "pick", lambda s, x: pick(s, x) if len(x) < 2 else None)
+    model = nnx.eval_shape(lambda: nnx.Linear(64, 256, rngs=nnx.Rngs(0)))
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    options = {"devices": 4, "hardware": "TPU v5e", "memory_limit": "1 MiB", "strategies": ["dp"]}
+    options["meshes"] = [{"data": 4}]
+    found = plan(
+        lambda m, x: m(x), model, x, maximize="batch", out_shardings=P("data"), **options, **limit
+    )
+    rows = found.best.rows
+    larger = f"dp, data 4, batch {2 * rows}"
+    assert found.undecided == (larger,) and found.ruled_out[larger] == why
+    best, undecided, *_ = lines = [*found.explained()]
+    assert best == f"best: dp, data 4, batch {rows}"
+    assert undecided == f"larger batches may fit, but were {why}: {larger}"
+    assert lines[-1] == f"  dp, data 4, batch 64: 64 rows, not {rows}"
+    # The bytes that it sends, which a smaller batch has fewer of, do not choose among batches.
+    unknown = {
+        name: dataclasses.replace(report, roofline=None)
+        for name, report in found.comparison.reports.items()
+    }
+    comparison = dataclasses.replace(found.comparison, reports=unknown)
+    text = "\n".join(dataclasses.replace(found, comparison=comparison).explained())
+    assert f"of those with {rows} rows, chosen by the bytes that it sends" in text
+    assert f": 64 rows, not {rows}" in text
+
+
+FIGURES = {"measured": None, "roofline": 2.0, "at_least": None, "bytes_sent": 8, "peak": 8}
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"roofline": 3.0, "bytes_sent": 4}, "takes 3.00 s, not 2.00 s (+50.0 %)"),
+        ({"bytes_sent": 16, "peak": 4}, "sends 16 B, not 8 B (+100.0 %)"),
+        # What it sends less of is no reason against it.
+        ({"roofline": None, "bytes_sent": 4}, "its time is not known"),
+        ({"bytes_sent": None, "peak": 4}, "the bytes that it sends are not known"),
+        ({"bytes_sent": 4, "peak": 16}, "needs 16 B, not 8 B (+100.0 %)"),
+        ({"roofline": 1.0}, "its figures are not better, or not known"),
+    ],
+)
+def test_an_advantage_is_no_reason(changed, why):
+    assert _worse(FIGURES | changed, FIGURES) == why
 
 
 def test_no_time(tmp_path):

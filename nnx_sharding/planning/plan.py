@@ -45,6 +45,8 @@ from ..report.comparison import (
     Failure,
     SearchInterrupted,
     figure_text,
+    names_by_value,
+    shortened,
     why_unknown,
 )
 from ..report.compiling import INTERRUPTED, compile_all
@@ -82,6 +84,8 @@ class PlanningResult(Pictured):
         time: devices, remat, microbatches, offload, batch. What is impossible has no line.
       warned: the texts of the warnings for each compiled candidate that has some. Only those of the
         best are given as warnings; without a best, those of all compiled candidates.
+      maximize: ``"batch"`` if the search was for the largest batch, which then counts before times.
+      left: the candidates that may fit, but were not compiled, by name.
 
     Example: two candidates side by side, and what differs between their programs.
       >>> import jax
@@ -121,6 +125,8 @@ class PlanningResult(Pictured):
     predicted: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     remedies: tuple[str, ...] = ()
     warned: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    maximize: Literal["batch"] | None = None
+    left: Mapping[str, Candidate] = dataclasses.field(default_factory=dict)
 
     @property
     def best(self) -> Candidate | None:
@@ -130,6 +136,8 @@ class PlanningResult(Pictured):
     @property
     def best_by(self) -> BestBy | None:
         """The figure by which ``best`` is chosen: the first that a candidate that fits has.
+
+        A search for the largest batch chooses by it among the candidates with that batch.
 
         ``"measured"`` and ``"roofline"`` are times. ``"at_least"`` is the part of the roofline that
         is known (``Roofline.at_least``), if the step has loops of unknown length, for example.
@@ -161,6 +169,19 @@ class PlanningResult(Pictured):
         return None if seconds is None else max(0.0, 1 - self.least / seconds)
 
     @property
+    def undecided(self) -> tuple[str, ...]:
+        """The candidates in ``left`` that may fit a larger batch than the best, the smallest first.
+
+        Empty unless the search was for the largest batch. Without a best, these are all in
+        ``left``.
+        """
+        if self.maximize is None:
+            return ()
+        most_rows = 0 if self.best is None else self.best.rows
+        rows = {name: x.rows for name, x in self.left.items() if x.rows > most_rows}
+        return tuple(sorted(rows, key=rows.__getitem__))
+
+    @property
     def ruled_out(self) -> Mapping[str, str]:
         """The name of each candidate that was not compiled → the reason."""
         return self.comparison.ruled_out
@@ -177,15 +198,18 @@ class PlanningResult(Pictured):
         if self.best is None:
             yield "best: none fits" + ("; by estimates, one of these may:" if self.remedies else "")
             yield from (f"  {line}" for line in self.remedies)
+            yield from self._batches_left()
             return
         yield f"best: {self.best.name}"
-        yield from self._why_chosen(self.best.name)
+        yield from self._batches_left()
+        yield from self._why_chosen(self.best)
         seconds = self.comparison.measured.get(self.best.name)
         if seconds is not None:
             estimate = self.comparison.figures[self.best.name]["roofline"]
             by_roofline = "" if estimate is None else f"; by its roofline {time_text(estimate)}"
-            count = len(self.comparison.measured)
-            yield f"measured: {time_text(seconds)}, the least of {count}{by_roofline}"
+            # A smaller batch may take less time, so a search for the largest one leaves it out.
+            rivals = [x for x in self.comparison.measured if not self._has_fewer_rows(x, self.best)]
+            yield f"measured: {time_text(seconds)}, the least of {len(rivals)}{by_roofline}"
         if self.gap == 0:
             yield "bound: no other candidate can be faster"
         elif self.gap is not None:
@@ -193,15 +217,27 @@ class PlanningResult(Pictured):
             yield f"bound: no other candidate takes less than {bound}, for its products alone"
         yield from (f"  {line}" for line in self.best.recipe.splitlines())
 
-    def _why_chosen(self, best: str) -> Iterator[str]:
+    def _batches_left(self) -> Iterator[str]:
+        """Yields a line about batches that may fit, but were not compiled, for each reason."""
+        larger = "batches" if self.best is None else "larger batches"
+        reasons = {name: self.ruled_out[name] for name in self.undecided}
+        for why, names in names_by_value(reasons).items():
+            yield f"{larger} may fit, but were {why}: {shortened(names)}"
+
+    def _why_chosen(self, best: Candidate) -> Iterator[str]:
         """Yields a line that says by what the best is chosen, unless that is its time."""
-        report = self.comparison.compiled[best]
+        report = self.comparison.compiled[best.name]
         why = why_unknown(report).get("roofline", "the hardware is not known")
+        chosen = f"of those with {best.rows} rows, chosen" if self.maximize else "chosen"
         if self.best_by == "at_least":
-            known = time_text(self.comparison.at_least[best]["roofline"])
-            yield f"chosen by the known part of its time, {known}: {why}"
+            known = time_text(self.comparison.at_least[best.name]["roofline"])
+            yield f"{chosen} by the known part of its time, {known}: {why}"
         elif self.best_by == "bytes_sent":
-            yield f"chosen by the bytes that it sends, as its time is not known: {why}"
+            yield f"{chosen} by the bytes that it sends, as its time is not known: {why}"
+
+    def _has_fewer_rows(self, name: str, best: Candidate) -> bool:
+        """Whether a candidate loses by its batch alone; False if batches are not compared."""
+        return self.maximize is not None and self.candidates[name].rows < best.rows
 
     def explained(self) -> Iterator[str]:
         """Yields the summary, and why each of the other compiled candidates is not the best.
@@ -209,8 +245,8 @@ class PlanningResult(Pictured):
         The first line of each warning for a candidate is below its reason.
         """
         yield from self.summary()
-        best = "" if self.best is None else self.best.name
-        others = [name for name in self.comparison.reports if name != best]
+        best = self.best
+        others = [name for name in self.comparison.reports if best is None or name != best.name]
         if others:
             yield "why not:"
         for name in others:
@@ -218,23 +254,25 @@ class PlanningResult(Pictured):
             for warning in self.warned.get(name, ()):
                 yield f"    warning: {textwrap.shorten(warning, 200, placeholder=' …')}"
 
-    def _why_not(self, name: str, best: str) -> str:
-        """Returns the reason why a compiled candidate is not the best.
-
-        Args:
-          best: the name of the best candidate; empty if there is none.
-        """
+    def _why_not(self, name: str, best: Candidate | None) -> str:
+        """Returns the reason why a compiled candidate is not the best: the first that decides."""
         report = self.comparison.reports[name]
         if isinstance(report, Failure):
             error = textwrap.shorten(report.error, 300, placeholder=" …")
             return f"{'does not fit' if report.lacks_memory else 'failed'}: {error}"
-        if not self.comparison.fits(name):
+        fits = self.comparison.fits(name)
+        if fits is None:
+            return f"the memory that it needs is not known: {why_unknown(report)['peak']}"
+        if not fits:
             limit = bytes_text(self.comparison.memory_limit)
             peak = self.comparison.figures[name]["peak"]
             return f"needs {bytes_text(peak)} of {limit}"
-        # `_slower` gets empty figures if there is no best candidate to compare with.
+        if best is None:  # `_choice` would have chosen a candidate that fits by either
+            return "neither its time nor the bytes that it sends are known"
+        if self._has_fewer_rows(name, best):
+            return f"{self.candidates[name].rows or 'no'} rows, not {best.rows}"
         rankings = _rankings(self.comparison)
-        why = _slower(rankings[name], rankings.get(best, {}))
+        why = _worse(rankings[name], rankings[best.name])
         # `bound_by` is the resource that takes most of the time, such as "memory".
         bound_by = getattr(report.roofline, "bound_by", None)
         return f"{why}, bound by {bound_by}" if bound_by else why
@@ -252,32 +290,41 @@ def _seconds(figures: Mapping[Column, float | None]) -> float | None:
     return figures["roofline"] if measured is None else measured
 
 
-def _slower(figures: Mapping[RankedBy, float | None], best: Mapping[RankedBy, float | None]) -> str:
-    """Says by how much a candidate is worse than the best, by the first figure that differs.
+def _worse(figures: Mapping[RankedBy, float | None], best: Mapping[RankedBy, float | None]) -> str:
+    """Says by which figure a candidate is worse than the best: the first in the order of ranks.
 
-    An example is ``takes 12 ms, not 10 ms (+20.0 %)``.
+    An example is ``takes 12 ms, not 10 ms (+20.0 %)``. A figure that is not known is worse than any
+    known one, as in `_rank`. A figure in which the candidate is better is no reason.
 
     Args:
       figures: the figures of the candidate, from `_rankings`.
-      best: the figures of the best candidate; empty if there is none.
+      best: the figures of the best candidate.
     """
-    if figures["measured"] is None and best.get("measured") is not None:
-        return f"not measured, and takes {time_text(figures['roofline'])} by its roofline"
-    verbs: dict[RankedBy, str] = {
-        "measured": "takes",
-        "roofline": "takes",
-        "at_least": "takes, in the known part of its time,",
-        "bytes_sent": "sends",
-        "peak": "needs",
-    }
-    for column in verbs:
-        figure, best_figure = figures[column], best.get(column)
-        if figure is not None and best_figure is not None and figure != best_figure:
+    for column, (verb, unknown) in _VERBS.items():
+        figure, best_figure = figures[column], best[column]
+        if best_figure is None:
+            continue
+        if figure is None:
+            estimate = figures["roofline"]
+            if column == "measured" and estimate is not None:
+                return f"{unknown}, and takes {time_text(estimate)} by its roofline"
+            return unknown
+        if figure > best_figure:
             more = f" ({100 * (figure / best_figure - 1):+.1f} %)" if best_figure else ""
             written_as: Column = "roofline" if column == "at_least" else column
             shown, shown_best = (figure_text(written_as, x) for x in (figure, best_figure))
-            return f"{verbs[column]} {shown}, not {shown_best}{more}"
+            return f"{verb} {shown}, not {shown_best}{more}"
     return "its figures are not better, or not known"
+
+
+# For each figure: the verb before it, and what is said of a candidate for which it is not known.
+_VERBS: Mapping[RankedBy, tuple[str, str]] = {
+    "measured": ("takes", "not measured"),
+    "roofline": ("takes", "its time is not known"),
+    "at_least": ("takes, in the known part of its time,", "no part of its time is known"),
+    "bytes_sent": ("sends", "the bytes that it sends are not known"),
+    "peak": ("needs", "the memory that it needs is not known"),
+}
 
 
 @_compat.api_boundary
@@ -454,7 +501,7 @@ def plan(
     )
     # 2. Compile the candidates that the search picks, in the time that is left.
     comparison = _compiled(search, compile_programs, most=most, time_limit=end - time.monotonic())
-    why_left = _why_left(comparison, most, time_limit)
+    why_left = _why_left(comparison, search, time_limit)
     # 3. Measure the best candidates, and report the best one by module.
     try:
         comparison = _measured(comparison, search, measure, quiet=quiet)
@@ -495,9 +542,9 @@ def _compiled(
             ruled_out=search.ruled_out,
         )
     except SearchInterrupted as interrupt:
+        search.finish(interrupt.result)
         raise SearchInterrupted(_result(search, interrupt.result, INTERRUPTED)) from None
-    # `Search.pick` has called this before, but programs may have failed since the last pick.
-    search.rule_out_failing(compiled.reports)
+    search.finish(compiled)
     failures = _failures_to_trace(compiled.reports)
     if failures and len(failures) == len(compiled.reports):
         _give_warnings(search, failures)  # they may say why
@@ -505,18 +552,20 @@ def _compiled(
     return compiled
 
 
-def _why_left(compiled: Comparison, most: int | None, time_limit: float | None) -> str:
+def _why_left(compiled: Comparison, search: Search, time_limit: float | None) -> str:
     """Returns the reason why other candidates were not compiled.
 
     Args:
       compiled: the reports of the candidates that were compiled.
-      most: the argument of `plan`.
+      search: has the maximum number of programs to compile (``most``).
       time_limit: the argument of `plan`.
     """
     count = len(compiled.reports) - len(_failures_to_trace(compiled.reports))
     # If fewer programs than ``most`` were compiled, the time limit ended the search.
-    if time_limit is not None and count != most:
+    if time_limit is not None and count != search.most:
         return f"not compiled within {time_limit} s"
+    if search.maximize:  # larger batches that are left would be better if they fit
+        return f"not among the {count} that were compiled (most={search.most})"
     return f"the {count} compiled are predicted to be better"
 
 
@@ -662,6 +711,8 @@ def _result(search: Search, comparison: Comparison, why_left: str) -> PlanningRe
         predicted=predicted,
         remedies=() if comparison.fitting else tuple(remedies(search, reports)),
         warned={name: tuple(text for _, text in x) for name, x in warned.items() if x},
+        maximize="batch" if search.maximize else None,
+        left={name: entries[name].candidate for name in left},
     )
     best = result.best
     _give_warnings(search, warned if best is None else [best.name])

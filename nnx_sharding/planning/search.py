@@ -519,6 +519,15 @@ class Search:
             if self.entries[name].variant_and_strategy in failing:
                 self._rule_out(name, FAILS_ALIKE)
 
+    def finish(self, comparison: Comparison) -> None:
+        """Adds and rules out candidates by the last programs, as `pick` does before each program.
+
+        Then ``entries`` also has the larger batches for which no time was left.
+        """
+        self.rule_out_failing(comparison.reports)
+        if self.maximize and comparison.reports:
+            self._add_batches(comparison)
+
     def _add_batches(self, comparison: Comparison) -> None:
         """Adds larger batches to families of which one fits, and smaller ones while nothing fits.
 

@@ -302,7 +302,7 @@ class Comparison(JsonForm):
             for figure, why in why_unknown(report).items()
         }
         for reason, keys in names_by_value(reasons).items():
-            yield text(f"{_shortened([name for name, _ in keys])}: {reason}", "yellow")
+            yield text(f"{shortened([name for name, _ in keys])}: {reason}", "yellow")
         yield from self._held_by_module()
         yield from self._failures()
         if self.ruled_out:
@@ -316,7 +316,7 @@ class Comparison(JsonForm):
             lines = error.splitlines()
             first = lines[0] if lines else ""
             outcome = "does not fit" if Failure(error).lacks_memory else "failed"
-            yield text(f"{_shortened(names)} {outcome}: {first}", "red")
+            yield text(f"{shortened(names)} {outcome}: {first}", "red")
             yield from (text(f"  {line}") for line in lines[1:13])
 
     def _held_by_module(self) -> Iterable[RenderableType]:
@@ -525,7 +525,7 @@ _OTHER = re.compile(r"(everything like|the program of) .*")
 _NUMBER = re.compile(r"[\d.]+( [kKMGTPµmn]?i?[sB]\b)?")
 
 
-def _shortened(names: Sequence[str]) -> str:
+def shortened(names: Sequence[str]) -> str:
     """Joins the first names, and says how many more there are, because a plan has hundreds."""
     more = len(names) - _SHOWN
     return "; ".join(names) if more <= 1 else f"{'; '.join(names[:_SHOWN])}; and {more} more"
