@@ -470,6 +470,20 @@ class CommandTest(parameterized.TestCase):
         for name, reports in plans.items():
             Comparison(reports, 2**30).save(self.folder / f"{name}.json")
 
+        # A plan chooses by the known part of a time before the bytes that are sent.
+        with_time = report.with_roofline("TPU v5e")
+        partly = {
+            f"{name}, data 8": dataclasses.replace(
+                with_time,
+                roofline=dataclasses.replace(with_time.roofline, compute_s=None, at_least=seconds),
+            )
+            for name, seconds in {"late": 3.0, "soon": 2.0}.items()
+        }
+        Comparison(partly).save(self.folder / "partly.json")
+        files = (self.folder / f"{name}.json" for name in ("none", "partly"))
+        out = self.run_command("diff", *files)[1]
+        assert "\nbest after: soon, data 8: roofline ≥ 2.00 s, " in out, out
+
         def head(before, after):
             files = (self.folder / f"{name}.json" for name in (before, after))
             code, out, error = self.run_command("diff", *files)
@@ -479,6 +493,11 @@ class CommandTest(parameterized.TestCase):
         assert head("four", "eight") == ["best before: fsdp, data 4", "best after: fsdp, data 8"]
         assert head("none", "eight") == ["best before: none fits", "best after: fsdp, data 8"]
         assert head("four", "four") == ["no changes", ""]
+        files = [self.folder / f"{name}.json" for name in ("four", "eight")]
+        only = "only before (1): fsdp, data 4\nonly after (1): fsdp, data 8\n"
+        assert self.run_command("diff", *files)[1].endswith(only)
+        gone = self.run_command("diff", *files, "--fail-above", "5%")[2]
+        assert gone.endswith("or are unknown:\n  only before (1): fsdp, data 4\n"), gone
 
     def test_diff_fails_above(self):
         before, after = self.reports()

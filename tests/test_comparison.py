@@ -548,6 +548,15 @@ class DiffTest(parameterized.TestCase):
         assert outcomes["typo"][0].startswith("failed: ValueError") and outcomes["typo"][1]
         assert {c.strategy for c in changes} == {"dp", "tp", "typo", "new"}
         assert "dp: memory of one device" in str(changes)
+        # Those that only one side has are one line for each side, but an error has its own.
+        both = Comparison(dict.fromkeys(("dp", "dp, data 8", "e", "f"), before.reports["dp"]))
+        other = Comparison({**reports, "z": Failure("E: e")})
+        text = str(diff(both, other))
+        assert text.startswith(
+            "only before (3): dp, data 8; e; f\nonly after (3): fsdp; typo; new\n"
+        )
+        assert "outcome: compiled → none" not in text and "outcome: none → compiled" not in text
+        assert "z: program\n  outcome: none → failed: E: e" in text
 
     def test_files(self):
         folder = folder_of(self)

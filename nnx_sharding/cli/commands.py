@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..analysis.program import ProgramReport
-from ..report.changes import by_strategy, diff
+from ..analysis.units import bound_text
+from ..report.changes import by_strategy, diff, only_on_one_side
 from ..report.comparison import DECISIVE, Column, Comparison, figure_text, load, why_unknown
 from ..testing import launch
 from .options import UsageError, count, percentage, say, seconds
@@ -108,7 +110,8 @@ def run_diff(arguments: argparse.Namespace) -> int:
         return int(bool(changes))
     # Each failure has its strategy. Changes that --threshold leaves out above count here, too.
     grown = diff(before, after).grown(arguments.fail_above)
-    failures = [(change.strategy, str(change)) for change in grown]
+    failures = [("", line) for line in only_on_one_side(grown)]
+    failures += [(x.strategy, str(x)) for x in grown if not x.only_on_side]
     # A figure that a backend does not report may have grown by anything.
     for name, report in by_strategy(after).items():
         reasons = why_unknown(report) if isinstance(report, ProgramReport) else {}
@@ -139,18 +142,23 @@ def _best_text(comparison: Comparison) -> str:
     """Returns the best of a comparison with its figures: "fsdp, data 8: peak 2 GiB, …".
 
     The best has the shortest time among those that fit, measured or else estimated. Without any
-    time, it sends least, as in a plan.
+    time, it has the shortest known part of one, and without that, it sends least, as in a plan.
     """
-    names = (comparison.best(column) for column in DECISIVE)
-    best = next((name for name in names if name is not None), None)
+    names = {column: comparison.best(column) for column in DECISIVE}
+    bounds = {name: comparison.at_least[name]["roofline"] for name in comparison.fitting}
+    known = {name: seconds for name, seconds in bounds.items() if seconds is not None}
+    shortest = min(known, key=known.__getitem__, default=None)
+    in_order = (names["measured"], names["roofline"], shortest, names["bytes_sent"])
+    best = next((name for name in in_order if name is not None), None)
     if best is None:
         return "none fits" if comparison.reports else "none was compiled"
-    figures = comparison.figures[best]
+    figures, at_least = comparison.figures[best], comparison.at_least[best]
     columns: tuple[Column, ...] = (*DECISIVE, "peak")
     texts = [
-        f"{column.replace('bytes_sent', 'sent')} {figure_text(column, figures[column])}"
+        f"{column.replace('bytes_sent', 'sent')} "
+        f"{bound_text(figures[column], at_least[column], partial(figure_text, column))}"
         for column in columns
-        if figures[column] is not None
+        if figures[column] is not None or at_least[column] is not None
     ]
     return f"{best}: {', '.join(texts)}"
 

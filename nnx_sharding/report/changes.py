@@ -22,12 +22,13 @@ from ..analysis.parameters import ParameterRow, spec_text
 from ..analysis.program import ProgramReport
 from ..analysis.tables import Pictured, text
 from ..analysis.units import UNKNOWN, bytes_text, count_text, printable, time_text
-from .comparison import Comparison, Failure, Source, load
+from .comparison import Comparison, Failure, Source, load, shortened
 
 Part: TypeAlias = Literal[
     "program", "memory", "cost", "roofline", "collective", "module", "line", "parameter"
 ]  # fmt: skip
 Value: TypeAlias = float | str | None
+_OUTCOME = "outcome"  # the name of the change of a strategy that one side has not compiled
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,9 +59,18 @@ class Change:
         return (self.after - self.before) / self.before
 
     @property
+    def only_on_side(self) -> Literal["before", "after"] | None:
+        """The side that alone has the strategy, unless its new outcome is an error; else None."""
+        if self.name == _OUTCOME and self.after is None:
+            return "before"
+        if self.name == _OUTCOME and self.before is None and self.after == "compiled":
+            return "after"
+        return None
+
+    @property
     def is_lost(self) -> bool:
         """Whether a figure is not known any more, or a strategy does not compile any more."""
-        if self.name == "outcome":  # `_of_strategy` gives this name to "compiled" or an error.
+        if self.name == _OUTCOME:  # `_of_strategy` gives this name to "compiled" or an error.
             return self.after != "compiled"
         return isinstance(self.before, int | float) and self.after is None
 
@@ -137,14 +147,18 @@ class Changes(tuple[Change, ...], Pictured):
     def _pictures(self, width: int) -> Iterable[Any]:
         """Yields a line for each change, with a title above those of each kind.
 
-        Changes whose two figures read the same share one line at the end.
+        Strategies that only one side has share one line for each side at the beginning, and changes
+        whose two figures read the same share one line at the end.
         """
         versions = [f"{name} {old} → {new}" for name, (old, new) in self.made_with.items()]
         if versions:
             yield text(f"made with {', '.join(versions)}")
+        yield from map(text, only_on_one_side(self))
         last_title = None
         unseen: list[str] = []  # the names of figures that read the same before and after
         for change in self:
+            if change.only_on_side:
+                continue
             # The figures may read the same, such as 30.8 T and 30.8 T.
             if change._text_of(change.before) == change._text_of(change.after):
                 unseen.append(change.name)
@@ -163,6 +177,20 @@ class Changes(tuple[Change, ...], Pictured):
             yield text(f"changed by less than the digits shown: {listed}", "dim")
         if not self:
             yield text("no changes")
+
+
+def only_on_one_side(changes: Iterable[Change]) -> Iterator[str]:
+    """Writes the strategies that only one side has: ``only before (12): dp, data 4; … and 9 more``.
+
+    Plans for other meshes have hundreds of them, because the names of candidates have the mesh.
+    """
+    names: dict[str, list[str]] = {"before": [], "after": []}
+    for change in changes:
+        if change.only_on_side:
+            names[change.only_on_side].append(change.strategy)
+    for side, strategies in names.items():
+        if strategies:
+            yield printable(f"only {side} ({len(strategies)}): {shortened(strategies)}")
 
 
 TITLES: dict[Part, str] = {
@@ -264,7 +292,7 @@ def _of_strategy(
     if not isinstance(before, ProgramReport) or not isinstance(after, ProgramReport):
         old_outcome, new_outcome = _outcome(before), _outcome(after)
         if old_outcome != new_outcome:
-            yield Change("program", "outcome", old_outcome, new_outcome, strategy)
+            yield Change("program", _OUTCOME, old_outcome, new_outcome, strategy)
         return
     # Both tables have the same kinds as keys.
     old_figures, new_figures = _figures(before), _figures(after)
