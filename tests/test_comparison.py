@@ -445,7 +445,7 @@ class DiffTest(parameterized.TestCase):
         changes = diff(before, after)
         by_name = {change.name: change for change in changes}
         kernel = by_name["model.up.kernel"]
-        assert kernel.before == "float32[64,256] P(None, None)"
+        assert kernel.before == "float32[64,256] P()"
         assert kernel.after == "float32[64,256] P(None, 'data')"
         assert kernel.relative is None
         memory = by_name["arguments"]
@@ -460,7 +460,7 @@ class DiffTest(parameterized.TestCase):
             (c.name, c.after, c.before) for c in changes
         }
         text = str(changes)
-        assert "model.up.kernel: float32[64,256] P(None, None) → " in text
+        assert "model.up.kernel: float32[64,256] P() → " in text
         assert "all-gather over data: number: 0 → " in text and "(from nothing)" in text
         assert json.loads(changes.to_json())["changes"][0]["kind"] == changes[0].kind
 

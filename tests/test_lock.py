@@ -21,7 +21,13 @@ from nnx_sharding.cli.main import main
 from nnx_sharding.partition import fsdp, make_mesh, override, with_sharding_constraint
 from nnx_sharding.report import ProgramReport
 from nnx_sharding.testing import assert_unchanged
-from nnx_sharding.testing.lock import _HEAD, lock_text, report_with_rules
+from nnx_sharding.testing.lock import (
+    _HEAD,
+    _figure_texts,
+    _parse_figure,
+    lock_text,
+    report_with_rules,
+)
 
 WIDTH, ROWS = 16, 32
 
@@ -67,6 +73,13 @@ def lock(report, tmp_path):
     return path
 
 
+BYTES = {
+    "[collectives]": {"bytes sent"},
+    "[modules]": {"bytes accessed", "bytes at the peak"},
+    "[lines]": {"bytes accessed", "bytes at the peak"},
+}
+
+
 def test_text(report):
     text = lock_text(report)
     sections = [block.splitlines() for block in text.split("\n\n")]
@@ -77,8 +90,12 @@ def test_text(report):
     assert f"{kernel} | rule fsdp over dimension 1 | {size:,} bytes | 3 arrays" in text
     # A gather of each sends 3 quarters of it.
     gathered = "all-gather over data for parameter of model.layers[*].up.kernel | "
-    assert f"{gathered}{3 * WIDTH * 4 * WIDTH * 4 * 3 // 4:,} bytes" in text
+    assert f"{gathered}{3 * WIDTH * 4 * WIDTH * 4 * 3 // 4:,} bytes sent" in text
     assert f"test_lock.py: {'hidden = nnx.relu(self.up(x))'} | " in text
+    # Each section says which bytes these are. Those of arguments are held.
+    for lines in sections[1:]:
+        units = {*re.findall(r"[\d,]+ (bytes?(?: [a-z ]+)?)(?= \||$)", "\n".join(lines), re.M)}
+        assert units <= BYTES.get(lines[0], {"bytes"}), (lines[0], units)
     assert not re.search(r"/\w|HloModule|:\d+", text)  # no folder, no program, no line number
     assert lock_text(compiled(count=6).report(by_module=True)).count("\n") == text.count("\n")
     assert len(text) < 4000
@@ -104,7 +121,7 @@ CHANGES = {
     "layers": ({"count": 4}, [r"model.layers\[\*\].up.kernel: arrays: 3 → 4 \(\+33.3%\)"]),
     "specs": (
         {"strategy": False},
-        [r"up.kernel: float32\[16,64\] P\(None, 'data'\) → float32\[16,64\] P\(None, None\)"],
+        [r"up.kernel: float32\[16,64\] P\(None, 'data'\) → float32\[16,64\] P\(\)"],
     ),
 }
 
@@ -231,7 +248,6 @@ def test_other_versions_are_said_and_no_change(report, lock):
     [
         "<<<<<<< ours\n",
         "",
-        _HEAD.replace("version 1", "version 2"),
         f"{_HEAD}[program]\nmesh | a\nmesh | b\n",
         f"{_HEAD}[program]\nmesh\n",
         f"{_HEAD}mesh | 2\n",
@@ -242,6 +258,26 @@ def test_a_damaged_file(report, tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match="lock file"):
         assert_unchanged(report, path)
+
+
+def test_another_version(report, tmp_path):
+    path = tmp_path / "step.lock"
+    path.write_text(_HEAD.replace("version 2", "version 1"))
+    with pytest.raises(ValueError, match=r"version 1 of lock files, .* only reads version 2: w"):
+        assert_unchanged(report, path)
+
+
+@pytest.mark.parametrize(
+    ("figures", "text"),
+    [
+        ({"bytes sent": 1, "runs": 1, "instructions": 1}, "1 byte sent | 1 run | 1 instruction"),
+        ({"flops": 1, "bytes at the peak": 1}, "1 flop | 1 byte at the peak"),
+        ({"bytes": 2048, "arrays": 2}, "2,048 bytes | 2 arrays"),
+    ],
+)
+def test_figures_are_read_as_written(figures, text):
+    texts = [*_figure_texts(figures)]
+    assert " | ".join(texts) == text and dict(map(_parse_figure, texts)) == figures
 
 
 def test_no_file(report, tmp_path):

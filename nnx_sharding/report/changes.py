@@ -15,6 +15,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, Self, TypeAlias
 
+from jax.sharding import PartitionSpec
+
 from ..analysis.by_module import path_text
 from ..analysis.collectives import Collectives, axes_text
 from ..analysis.json_codec import as_data, json_text
@@ -89,7 +91,9 @@ class Change:
         """
         if isinstance(value, int | float):
             # The ends of the names that `_figures` and lock files give to numbers of bytes.
-            names_of_bytes = ("bytes_accessed", "bytes accessed", ": bytes", ": at the peak")
+            names_of_bytes = (
+                "bytes_accessed", "bytes accessed", ": bytes", ": bytes sent", "at the peak"
+            )  # fmt: skip
             if self.kind == "roofline":
                 return time_text(value)
             if self.kind == "memory" or self.name.endswith(names_of_bytes):
@@ -375,7 +379,14 @@ def _of_modules(report: ProgramReport) -> dict[str, Value]:
 
 def array_text(row: ParameterRow) -> str:
     """Writes what is compared of an argument: ``float32[8,16] P('data') pinned_host donated``."""
-    spec = "no spec" if row.spec is None else spec_text(row.spec)
+    spec = "no spec" if row.spec is None else spec_text(_without_empty_entries(row.spec))
     memory = "" if row.memory_kind in (None, "device") else row.memory_kind
     parts = f"{row.dtype}[{','.join(map(str, row.shape))}]", spec, memory, *row.marks
     return " ".join(filter(None, parts))
+
+
+def _without_empty_entries(spec: PartitionSpec | str) -> PartitionSpec | str:
+    """Returns ``P()`` for a spec that shards no dimension, which has an entry for each of them."""
+    if not isinstance(spec, PartitionSpec) or any(spec.partitions):
+        return spec
+    return PartitionSpec(unreduced=spec.unreduced, reduced=spec.reduced)

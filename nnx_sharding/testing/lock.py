@@ -7,7 +7,7 @@ A lock has a line for each figure of the program, modules and arrays in lists fo
     x | float32[8,32] P('data', None) | rule in_shardings | 512 bytes | 1 array
 
     [collectives]
-    all-reduce over model for sum of model.layers[*].down | 18,432 bytes | 3 runs | 3 instructions
+    all-reduce over model for sum of layers[*].down | 18,432 bytes sent | 3 runs | 3 instructions
 
 Lines are sorted and have neither line numbers nor paths of files, so that only what changes a cost
 changes the text. Where a collective comes from is looked up in the new report when it differs.
@@ -57,8 +57,10 @@ _UNKNOWN = "unknown"
 # this.
 update_all = False
 
-_HEAD = """\
-# Lock file of nnx_sharding, version 1: what a program costs on one device, for review.
+_FORMAT = 2  # the version of the format, which rises when lines of the same program change
+_HEAD = f"""\
+# Lock file of nnx_sharding, version {_FORMAT}: what a program costs on one device, for review.
+# Figures of a line are the sums of its arrays, or of all runs of its instructions.
 # To accept a change, run `nnx-sharding lock` or `pytest --update-locks`.
 """
 _VERSIONS = "made with"
@@ -71,8 +73,11 @@ _CAUSES_FIRST: tuple[Part, ...] = (*_CAUSES, *(part for part in TITLES if part n
 _RULE = "rule"
 _MEMORY = "arguments", "outputs", "temporaries", "aliased", "peak", "host_arguments"
 _EXACT = ("arrays", "instructions", "runs")  # counts, for which there is no tolerance
-_SINGULAR = ("array", "instruction", "run", "byte", "flop")
-_NUMBER = re.compile(r"(-?[\d,]+) ([a-z ]+)")  # "18,432 bytes", "64 at the peak"
+_NUMBER = re.compile(r"(-?[\d,]+) ([a-z ]+)")  # "18,432 bytes", "64 bytes at the peak"
+# The noun that a unit begins with, if it is written after 1: "byte" of "1 byte sent".
+_SINGULAR = re.compile(r"^(array|instruction|run|byte|flop)\b")
+_PLURAL = re.compile(r"s\b")
+_VERSION = re.compile(r"# Lock file of nnx_sharding, version (\d+)")
 
 
 def assert_unchanged(
@@ -256,7 +261,7 @@ def _totals(lock: Lock) -> dict[str, float | None]:
     """Returns the peak, the bytes sent by all collectives, and the flops; None for unknown ones."""
     collectives = lock.get(TITLES["collective"], {}).values()
     is_unknown = any(str(figures.get("", "")).startswith(_UNKNOWN) for figures in collectives)
-    sent = sum(_number(figures, "bytes") or 0 for figures in collectives)
+    sent = sum(_number(figures, "bytes sent") or 0 for figures in collectives)
     return {
         "peak": _number(lock.get(TITLES["memory"], {}).get("peak", {}), "bytes"),
         "bytes sent": None if is_unknown else sent,
@@ -349,14 +354,20 @@ def locked(report: ProgramReport) -> Lock:
 def _module_figures(row: ModuleRow) -> tuple[str, dict[str, float | None]]:
     """Returns (name, figures by unit) for a row by module; None for a figure that is not known."""
     at_peak = None if row.at_peak is None else sum(row.at_peak.values())
-    figures = {"flops": row.flops, "bytes": row.bytes_accessed, "at the peak": at_peak}
-    return folded(path_text(row.path)), figures
+    return folded(path_text(row.path)), _cost_figures(row.flops, row.bytes_accessed, at_peak)
 
 
 def _source_line_figures(row: LineRow) -> tuple[str, dict[str, float | None]]:
     """Returns (name, figures by unit) for a row by line; None for a figure that is not known."""
     name = f"{PurePath(row.file).name}: {row.code}" if row.file else NO_LINE
-    return name, {"flops": row.flops, "bytes": row.bytes, "at the peak": row.at_peak}
+    return name, _cost_figures(row.flops, row.bytes, row.at_peak)
+
+
+def _cost_figures(
+    flops: float | None, accessed: float | None, at_peak: float | None
+) -> dict[str, float | None]:
+    """Returns the figures of a module or of a line of code, by unit."""
+    return {"flops": flops, "bytes accessed": accessed, "bytes at the peak": at_peak}
 
 
 def _summed(rows: Iterable[tuple[str, Mapping[str, float | None]]]) -> dict[str, Figures]:
@@ -399,8 +410,8 @@ def _line(unit: str, figure: float | None) -> Figures:
 
 def _collective_figures(collective: Collective) -> tuple[str, Mapping[str, float | None]]:
     """Returns (name, figures by unit) for a collective; None for figures that are not known."""
-    figures = {"bytes": collective.total_bytes_sent, "runs": collective.times, "instructions": 1}
-    return _collective_name(collective), figures
+    sent, runs = collective.total_bytes_sent, collective.times
+    return _collective_name(collective), {"bytes sent": sent, "runs": runs, "instructions": 1}
 
 
 def _collective_name(collective: Collective) -> str:
@@ -467,7 +478,8 @@ def _figure_texts(figures: Figures) -> Iterator[str]:
     """
     for unit, value in figures.items():
         if isinstance(value, int | float):
-            yield f"{value:,} {unit.removesuffix('s') if value == 1 else unit}"
+            # "bytes sent" → "1 byte sent": the first plural is that of the noun.
+            yield f"{value:,} {_PLURAL.sub('', unit, count=1) if value == 1 else unit}"
         else:
             yield f"{unit} {printable(value, '×')}".lstrip()
 
@@ -480,6 +492,12 @@ def _parse(text: str, path: str) -> Lock:
     """
     title = _HEAD.partition(":")[0]
     if not text.startswith(title):
+        version = _VERSION.match(text)
+        if version:
+            raise ValueError(
+                f"{path} has version {version[1]} of lock files, and this release only reads "
+                f"version {_FORMAT}: write it again."
+            )
         raise ValueError(f"{path} is not a lock file that begins with {title!r}: write it again.")
     lock: Lock = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -508,8 +526,8 @@ def _parse_figure(text: str) -> tuple[str, Value]:
             return _RULE, text.removeprefix(f"{_RULE} ")
         return "", text
     number, unit = match.groups()
-    if number == "1" and unit in _SINGULAR:
-        unit += "s"
+    if number == "1":
+        unit = _SINGULAR.sub(r"\1s", unit)
     return unit, int(number.replace(",", ""))
 
 
