@@ -499,6 +499,64 @@ Of another dtype (cast=True converts among floats and among integers):
             [found] = jax.tree.leaves(restore(self.path, {"a": part}))
             np.testing.assert_array_equal(found, [1, 1])
 
+    @parameterized.named_parameters(
+        ("states", lambda model, optimizer: {"params": model, "opt_state": optimizer.opt_state}),
+        ("objects", lambda model, optimizer: (model, optimizer)),
+        ("model", lambda model, _: {"params": model}),
+    )
+    def test_modules_of_other_names(self, tree_of):
+        """The call in the message reads blocks that `nnx.vmap` had stacked, and their moments."""
+        tx = optax.chain(optax.clip(1.0), optax.adam(0.1))
+
+        def make(is_saved):
+            rngs = nnx.Rngs(int(is_saved))
+            blocks = stack([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+            model = nnx.Dict(embed=nnx.Embed(3, 4, rngs=rngs), head=nnx.Linear(4, 4, rngs=rngs))
+            model.blocks = blocks.layers if is_saved else blocks
+            optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+            optimizer.update(model, nnx.state(model, nnx.Param))
+            return model, optimizer
+
+        saved_model, saved = make(is_saved=True)
+        with ocp.StandardCheckpointer() as checkpointer:
+            params, states = nnx.state(saved_model), nnx.state(saved)
+            raw = {"params": params, "opt_state": states["opt_state"], "step": states["step"]}
+            checkpointer.save(self.path, raw)
+        model, optimizer = make(is_saved=False)
+        tree = tree_of(model, optimizer)
+        before = contents_of((model, optimizer))
+        with self.assertRaisesRegex(CheckpointError, "does not fit") as caught:
+            restore(self.path, tree)
+        self.assertEqual(contents_of((model, optimizer)), before)
+        text = str(caught.exception)
+        self.assertRegex(text, "blocks/… of the checkpoint is (0/)?blocks/layers/… of the model")
+        self.assertNotIn("Missing", text)
+        [call] = re.findall(r"(?s)\nrestore\(path, .*\)$", text)
+        objects = {"model": model, "optimizer": optimizer, "tree": tree}
+        eval(call.strip(), {"restore": restore, "path": self.path, **objects})
+        pairs = [(model, saved_model)]
+        if isinstance(tree, tuple) or "opt_state" in tree:
+            pairs.append((optimizer.opt_state, saved.opt_state))
+        for restored, original in pairs:  # in the same order, under other paths
+            want = [*contents_of(original).values()]
+            self.assertEqual([*contents_of(restored).values()], want)
+
+    @parameterized.named_parameters(
+        ("two candidates", {"a": (4, 4), "b": (4, 4)}, {"c": (4, 4), "d": (4, 4)}),
+        ("another shape", {"a": (4, 4)}, {"c": (4, 5)}),
+        ("two that want one", {"a": (4, 4), "b": (4, 4)}, {"c": (4, 4)}),
+    )
+    def test_names_that_are_not_certain(self, model, saved):
+        def make(shapes):
+            return nnx.Dict(
+                {key: nnx.Linear(*shape, rngs=nnx.Rngs(0)) for key, shape in shapes.items()}
+            )
+
+        save(self.path, make(saved))
+        with self.assertRaisesRegex(CheckpointError, "Missing in the checkpoint:") as caught:
+            restore(self.path, make(model))
+        self.assertNotIn("restore(path", str(caught.exception))
+
     # The parameters whose moments are saved and those that are restored, and whether a filter can
     # leave out the others.
     WRT = (

@@ -37,10 +37,12 @@ from ..core.problems import out_of_range
 from ..core.tree_shardings import assign_shardings
 from ..errors import CheckpointError, by_kind, message, raise_if_any
 from ..specs.fitting import fit_sharding, without_reductions
+from ..specs.paths import path_string
 from . import names
 from .agreement import Operation
 from .names import Name, NamedArray
 from .optimizer_states import remedy_for_optimizer
+from .renamed import ModelArray, Renaming, find_renaming
 from .stored import KEY_KINDS, Entry, FilePath, Stored, digest, key_words, load, opened
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ def restore_into(folder: FilePath, args: ModelRestore) -> Any:
         stored = opened("restore", folder)
         stored_names = _names_in_checkpoint(stored, arrays)
         targets = [_Target(x, shardings[x.slot], stored_names.get(x.slot, x.name)) for x in arrays]
-        _check_fit(stored, targets, is_part=args.only is not None, cast=args.cast)
+        _check_fit(stored, targets, args)
         # The processes agree before anything is read, because they may have opened different
         # checkpoints if another job replaces it. Checksums would not show that for arrays that each
         # process reads completely.
@@ -191,15 +193,16 @@ def _type_of(leaf: Any, entry: Entry) -> tuple[tuple[int, ...], np.dtype[Any] | 
     return tuple(leaf.shape), leaf.dtype
 
 
-def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cast: bool) -> None:
+def _check_fit(stored: Stored, targets: Sequence[_Target], args: ModelRestore) -> None:
     """Raises a CheckpointError if the checkpoint differs from the arrays to restore.
 
     The error lists all differences.
 
     Args:
-      is_part: whether the checkpoint may have other arrays as well.
-      cast: whether dtypes may differ.
+      args: says what the user passed, whether the checkpoint may have other arrays as well, and
+        whether dtypes may differ.
     """
+    is_part = args.only is not None
     missing: dict[str, str] = {}  # lines by path in the model
     shapes, dtypes = list[str](), list[str]()
     for target in targets:
@@ -212,27 +215,75 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], *, is_part: bool, cas
         stored_shape, stored_dtype = entry.array.shape, entry.array.dtype
         if stored_shape != shape:
             shapes.append(f"  {path}: {stored_shape} in the checkpoint, {shape} in the model")
-        elif not _is_same_dtype(stored_dtype, dtype, cast):
+        elif not _is_same_dtype(stored_dtype, dtype, args.cast):
             text = dtype.__name__ if isinstance(dtype, type) else dtype
             dtypes.append(f"  {path}: {stored_dtype} in the checkpoint, {text} in the model")
     target_names = {target.name for target in targets}
     unread = [entry for name, entry in stored.entries.items() if name not in target_names]
     unknown = [entry.array.path or "the root" for entry in unread]
+    remedy = _remedy(missing, unknown, is_part)
+    renamed = list[str]()
+    if missing and not remedy:
+        paths = {target.array.path: target.array.variable_path for target in targets}
+        found = [keys for path, keys in paths.items() if path not in missing]
+        remedy = remedy_for_optimizer([paths[path] for path in missing], found, unknown)
+    if missing and not remedy:
+        renaming = _renaming(stored, targets, unread, args)
+        if renaming is not None:
+            # Each renamed module has one line, so its arrays are not listed.
+            renamed = renaming.lines()
+            for keys in renaming.pairs:
+                missing.pop(path_string(keys), None)
+            read = set(map(path_string, renaming.pairs.values()))
+            unknown = [path for path in unknown if path not in read]
+            remedy = renaming.remedy(_options(args, has_further=bool(unknown)))
     # `near(path, paths)` returns a hint, such as "; did you mean 'up'?", or an empty text.
     near = names.suggestions(len(missing) + len(unknown))
     problems = {
+        "Under other names": renamed,
         "Missing in the checkpoint": [x + near(path, unknown) for path, x in missing.items()],
         "Not in the model": [] if is_part else [f"  {x}{near(x, [*missing])}" for x in unknown],
         "Of another shape": shapes,
         names.OF_ANOTHER_DTYPE: dtypes,
     }
     head = f"restore: {stored.folder} does not fit the model."
-    remedy = _remedy(missing, unknown, is_part)
-    if missing and not remedy:
-        paths = {target.array.path: target.array.variable_path for target in targets}
-        found = [keys for path, keys in paths.items() if path not in missing]
-        remedy = remedy_for_optimizer([paths[path] for path in missing], found, unknown)
     raise_if_any(CheckpointError, head, by_kind(problems), remedy)
+
+
+def _options(args: ModelRestore, *, has_further: bool) -> str:
+    """Returns code for the options of a call that a message proposes: those that the user passed.
+
+    ``has_further`` says whether the checkpoint has arrays that the model lacks.
+    """
+    options = ""
+    if args.only is not None and args.only is not ...:
+        options += ", only=only"  # a filter has no code
+    elif args.only is ... or has_further:
+        options += ", only=..."
+    if args.cast:
+        options += ", cast=True"
+    return options
+
+
+def _renaming(
+    stored: Stored, targets: Sequence[_Target], unread: Sequence[Entry], args: ModelRestore
+) -> Renaming | None:
+    """Returns the modules that the checkpoint has under other names; None without any."""
+    entries = {entry.plain_name: entry for entry in unread}
+    leaves = {target.array.plain_name: target.array.leaf for target in targets}
+
+    def fits(keys: Name, path: Name) -> bool:
+        """Whether an array of the model has the shape and dtype of one of the checkpoint."""
+        entry = entries[path]
+        shape, dtype = _type_of(leaves[keys], entry)
+        return entry.array.shape == shape and _is_same_dtype(entry.array.dtype, dtype, args.cast)
+
+    arrays = []
+    for target in targets:
+        entry = stored.entries.get(target.name)
+        path = None if entry is None else entry.plain_name
+        arrays.append(ModelArray(target.array.plain_name, target.array.variable_path, path))
+    return find_renaming(args.tree, arrays, entries, fits)
 
 
 def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> str:
