@@ -1,7 +1,8 @@
 """Checkpoints of models and optimizers, in the format of Orbax, and weights in safetensors files.
 
 - Checkpoints: ``files`` saves them, ``stored`` opens and reads them, ``restore`` fills a model, and
-  ``steps`` manages the steps of a training run. ``names`` lists the arrays of a model by name.
+  ``steps`` manages the steps of a training run. ``names`` lists the arrays of a model by name. If
+  these differ from the saved ones, ``renamed`` and ``optimizer_states`` say what to pass.
 - Weights: ``safetensors`` loads and saves them. ``tensor_rules`` has the user's rules, which say
   what array a tensor becomes. ``tensor_matching`` checks that all tensors and arrays fit.
   ``tensor_layouts`` says how dimensions of a tensor become dimensions of an array, and

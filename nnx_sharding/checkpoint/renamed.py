@@ -29,11 +29,13 @@ from ..specs.paths import Path, accessor, path_string
 Keys: TypeAlias = tuple[str, ...]  # the keys of a path as text
 Code: TypeAlias = "str | dict[str, Code]"  # an expression, or a dict of them by key
 
-# More arrays that end alike, such as the kernels of hundreds of layers, say nothing with one key.
-_MAX_CANDIDATES = 16
+# Each missing array is compared with all that end alike. More would take too long for a message.
+_MAX_MISSING = 3000
+_MAX_CANDIDATES = 200
 _MAX_LINES = 14  # of a call in a message, which has room for 24 lines of all kinds
 _MAX_WIDTH = 199  # of a line of the call; a message wraps longer ones
 _WIDTHS = (90, 170)  # of dicts in one line: the second if the first needs too many lines
+_GIVEN = ("tree", "sharding", "mesh", "only")  # names in a call that stand for the user's arguments
 _MAX_PLACES = 3  # the places of modules of one name that a line lists
 
 
@@ -82,21 +84,28 @@ class Renaming(NamedTuple):
         return lines
 
     def remedy(self, options: str = "") -> str:
-        """Returns the sentence with the call; empty without one. ``options`` follow the tree."""
+        """Returns the sentence with the call, if it is short enough for a message.
+
+        ``options`` follow the tree. Without a tree, the text is empty.
+        """
         for width in _WIDTHS:
             code = f"restore(path, {_layout(self.tree, width)}{options})"
             lines = code.split("\n")
             if self.tree and len(lines) <= _MAX_LINES and max(map(len, lines)) <= _MAX_WIDTH:
-                has_tree = re.search(r"(?<![\w.'])tree\b", code)
-                about_tree = ", where `tree` is what you passed" if has_tree else ""
-                return f"To read it under its names{about_tree}:\n{code}"
-        return ""
+                # Names that are no attributes, keys of a dict or keywords.
+                used = {*re.findall(r"(?<![\w.'])[a-z]+\b(?!=)", code)}
+                given = [f"`{name}`" for name in _GIVEN if name in used]
+                about = f", with the {' and '.join(given)} that you passed" if given else ""
+                return f"To read it under its names{about}:\n{code}"
+        if not self.tree:
+            return ""
+        return "To read them, pass a dict with their names in the checkpoint."
 
 
 def find_renaming(
     tree: Any,
     arrays: Sequence[ModelArray],
-    unread: Iterable[Keys],
+    unread: Sequence[Keys],
     fits: Callable[[Keys, Keys], bool],
 ) -> Renaming | None:
     """Returns the modules that a checkpoint has under other names; None without any.
@@ -108,7 +117,8 @@ def find_renaming(
       fits: whether an array of the model, by its path, has the shape and dtype of an unread array.
     """
     missing = [array.keys for array in arrays if array.stored is None]
-    unread = [*unread]
+    if len(missing) > _MAX_MISSING:
+        return None
     pairs = _pairs(missing, unread, fits)
     if not pairs:
         return None
@@ -324,7 +334,8 @@ def _root_names(tree: Any) -> dict[Path, str]:
     elif type(tree) is dict:
         parts = {(key,): part for key, part in tree.items()}
     optimizers = [path for path, part in parts.items() if isinstance(part, nnx.Optimizer)]
-    models = [path for path, part in parts.items() if isinstance(part, nnx.Module)]
+    others = {path: part for path, part in parts.items() if path not in optimizers}
+    models = [path for path, part in others.items() if isinstance(part, nnx.Module)]
     # The name of two models would be ambiguous.
     names |= {path: "model" for path in models if len(models) == 1}
     return names | {path: "optimizer" for path in optimizers if len(optimizers) == 1}

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from ..core.flatten import Flat, flatten
@@ -236,7 +236,8 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], args: ModelRestore) -
                 missing.pop(path_string(keys), None)
             read = set(map(path_string, renaming.pairs.values()))
             unknown = [path for path in unknown if path not in read]
-            remedy = renaming.remedy(_options(args, has_further=bool(unknown)))
+            options = _options(args, has_further=bool(unknown))
+            remedy = "" if options is None else renaming.remedy(options)
     # `near(path, paths)` returns a hint, such as "; did you mean 'up'?", or an empty text.
     near = names.suggestions(len(missing) + len(unknown))
     problems = {
@@ -250,19 +251,29 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], args: ModelRestore) -
     raise_if_any(CheckpointError, head, by_kind(problems), remedy)
 
 
-def _options(args: ModelRestore, *, has_further: bool) -> str:
-    """Returns code for the options of a call that a message proposes: those that the user passed.
+def _options(args: ModelRestore, *, has_further: bool) -> str | None:
+    """Returns code for the options of a call that a message proposes, those that the user passed.
 
-    ``has_further`` says whether the checkpoint has arrays that the model lacks.
+    None if an option may mean something else in a tree with other paths: a filter or a sharding
+    that looks at paths.
+
+    Args:
+      has_further: whether the checkpoint has arrays that the model lacks.
     """
-    options = ""
-    if args.only is not None and args.only is not ...:
-        options += ", only=only"  # a filter has no code
-    elif args.only is ... or has_further:
+    filters = args.only if isinstance(args.only, tuple | list) else (args.only,)
+    has_types = all(isinstance(part, type) for part in filters)
+    if not (args.only is None or args.only is ... or has_types):
+        return None
+    if not isinstance(args.sharding, PartitionSpec | Sharding | None):
+        return None
+    options = "" if args.sharding is None else ", sharding=sharding"
+    if args.mesh is not None:
+        options += ", mesh=mesh"
+    if args.only is ... or (args.only is None and has_further):
         options += ", only=..."
-    if args.cast:
-        options += ", cast=True"
-    return options
+    elif args.only is not None:
+        options += ", only=only"
+    return options + (", cast=True" if args.cast else "")
 
 
 def _renaming(
@@ -283,7 +294,7 @@ def _renaming(
         entry = stored.entries.get(target.name)
         path = None if entry is None else entry.plain_name
         arrays.append(ModelArray(target.array.plain_name, target.array.variable_path, path))
-    return find_renaming(args.tree, arrays, entries, fits)
+    return find_renaming(args.tree, arrays, [*entries], fits)
 
 
 def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> str:
