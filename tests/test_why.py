@@ -273,8 +273,8 @@ class Recurrent(nnx.Module):
         return self.rnn(self.norm(x))
 
 
-def of_rnn(batch, gradient=value_and_grad):
-    mesh = make_mesh({"data": 8})
+def of_rnn(batch, gradient=value_and_grad, axis_types=None):
+    mesh = make_mesh({"data": 8}, axis_types)
     model = nnx.eval_shape(lambda: Recurrent(nnx.Rngs(0)))
     step = jit(gradient(mean_square), in_shardings=(replicated(model), batch), mesh=mesh)
     return step.lower(model, jax.ShapeDtypeStruct((16, 24, 8), jnp.float32)).compile()
@@ -310,13 +310,68 @@ def test_a_sum_without_a_kernel():
     )
 
 
-def test_gradients_in_a_loop_over_time():
-    program = of_rnn(P("data"))
+@pytest.mark.parametrize(
+    ("axis_types", "options"), [(AxisType.Explicit, {}), (AxisType.Auto, {"axis": "data"})]
+)
+def test_gradients_in_a_loop_over_time(axis_types, options):
+    program = of_rnn(P("data"), axis_types=axis_types)
     row, reason = reason_of(program, "all-reduce", "gradient")
-    assert row.times == 24 and "accumulate_gradients(loss, steps=1, axis='data')" in reason.instead
+    written = "".join(f", {name}={value!r}" for name, value in {"steps": 1, **options}.items())
+    assert row.times == 24 and f"accumulate_gradients(loss{written})" in reason.instead
     assert " in each of 24 runs (" in reason.subject
-    once = functools.partial(accumulate_gradients, steps=1, axis="data")
-    assert {row.times for row in of_rnn(P("data"), once).collectives()} == {1}
+    once = functools.partial(accumulate_gradients, steps=1, **options)
+    program = of_rnn(P("data"), once, axis_types)
+    assert {row.times for row in program.collectives()} == {1}
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.norm(x))
+
+
+def test_accumulated_gradients():
+    """What comes out of the loop over microbatches is named after its operation, not the loop."""
+    mesh = make_mesh({"data": 8}, axis_types=AxisType.Explicit)
+    model = nnx.eval_shape(lambda: Normed(nnx.Rngs(0)))
+    step = jit(
+        accumulate_gradients(mean_square, steps=4),
+        in_shardings=(fsdp(model, mesh=mesh, min_size=0), P("data")),
+        mesh=mesh,
+    )
+    program = step.lower(model, jax.ShapeDtypeStruct((64, 8, WIDTH), jnp.float32)).compile()
+    sums = program.collectives().of("all-reduce", "data")
+    [after] = [row for row in sums if row.times == 1]
+    assert after.purpose == "gradient"
+    assert {*after.parameters} == {"model.norm.scale", "model.norm.bias"}
+    inside = [row for row in sums if row.times == 4 and row.purpose == "gradient"]
+    assert inside  # the gradients of what the axis shards
+    for row in inside:  # It advises neither a single step nor the option for Auto axes.
+        instead = program.why(row).instead
+        assert "as many steps as the loop has microbatches" in instead
+        assert "steps=1" not in instead and "axis=" not in instead
+
+
+class ReadsInside(nnx.Module):
+    """Computes with the kernel of a module inside, without calling that, as if sharded by hand."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.sin(jnp.einsum("bi,io->bo", x, self.up.kernel[...]))
+
+
+def test_gradient_of_a_parameter_that_a_module_outside_reads():
+    mesh = make_mesh({"data": 8}, axis_types=AxisType.Explicit)
+    model = nnx.eval_shape(lambda: nnx.Dict(block=ReadsInside(nnx.Rngs(0))))
+    step = jit(value_and_grad(loss), in_shardings=(P(), P("data")), mesh=mesh)
+    program = step.lower(model, jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)).compile()
+    row, _ = reason_of(program, "all-reduce", "gradient")
+    assert row.parameters == ("model.block.up.kernel",) and row.module == "model.block"
 
 
 class Sine(nnx.Module):

@@ -74,6 +74,7 @@ class CollectiveReasons:
       module: the compiled program.
       module_paths: the paths of the user's modules that it calls, such as ``model.up``.
       axis_sizes: the sizes of the mesh axes.
+      auto_axes: the names of those that are Auto.
       whole_shapes: the shapes that the trace has, by line and operation, such as
         ``("model.py:12", "dot_general")``.
       why_argument: says why the argument with a path is sharded as it is.
@@ -87,11 +88,13 @@ class CollectiveReasons:
         module: Module,
         module_paths: Collection[str],
         axis_sizes: Mapping[str, int],
+        auto_axes: Collection[str],
         whole_shapes: Mapping[tuple[str, str], set[Shape]],
         why_argument: Callable[[str], Reason],
     ):
         self._module, self._module_paths = module, module_paths
-        self._axis_sizes, self._whole_shapes = axis_sizes, whole_shapes
+        self._axis_sizes, self._auto_axes = axis_sizes, auto_axes
+        self._whole_shapes = whole_shapes
         self._why_argument = why_argument
 
     def reason(self, collective: Collective) -> Reason:
@@ -124,7 +127,10 @@ class CollectiveReasons:
                 "The function returns it, with the sharding of out_shardings or of a Variable."
             )
         facts += _other_parts(collective)
-        instead = _for_comparison(collective, made, used) or _instead(collective, made, spec)
+        instead = _for_comparison(collective, made, used)
+        if not instead and is_gradient and collective.in_loop and not _gathers_gradient(collective):
+            instead = _for_gradient_in_loop(collective, self._auto_axes)
+        instead = instead or _instead(collective, made, spec)
         return Reason(subject, tuple(facts), instead)
 
     def _facts_of_maker(
@@ -494,6 +500,40 @@ def _for_comparison(collective: Collective, made: _Side | None, used: _Side | No
     )
 
 
+def _for_gradient_in_loop(collective: Collective, auto_axes: Collection[str]) -> str:
+    """Says how to reduce gradients after a loop instead of in each run.
+
+    A loop around the backward pass runs over microbatches, whose number is kept. A loop within the
+    backward pass runs over time or layers. The name of the operation tells these apart, because JAX
+    writes the backward pass as ``transpose``:
+
+        jit(step)/while/body/transpose(jvp(model))/up/dot_general     over microbatches
+        jit(step)/transpose(jvp(model))/while/body/up/dot_general     over time or layers
+
+    ``auto_axes`` are the mesh axes that are Auto, for which `accumulate_gradients` needs ``axis``.
+    It finds Explicit axes in the types of arrays.
+    """
+    axes = collective.axes or ("...",)
+    axis_option = f"axis={(axes[0] if len(axes) == 1 else axes)!r}"
+    needs_axis = collective.axes is None or not {*axes}.isdisjoint(auto_axes)
+    before_backward = next(iter(operations(collective.operation or "")), "").partition("transpose(")
+    if "while/" in before_backward[0]:
+        option = f" with {axis_option}" if needs_axis else ""
+        return (
+            f"accumulate_gradients{option}, with as many steps as the loop has microbatches: it "
+            "reduces once, after the loop, the gradients of parameters that are replicated over "
+            f"{axes_text(collective.axes)}; nothing, if it is in use, and the parameters are "
+            "sharded over that axis, which needs a reduction in each run"
+        )
+    option = f", {axis_option}" if needs_axis else ""
+    # In a loop over layers, each run reduces the gradients of another layer's parameters, so
+    # reducing once after the loop would not send less.
+    return (
+        f"accumulate_gradients(loss, steps=1{option}) for value_and_grad(loss), which reduces "
+        "once, after the loop, if that is over time, as in nnx.RNN; nothing, if it is over layers"
+    )
+
+
 def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | None) -> str:
     r"""Says what to write to avoid a collective.
 
@@ -519,16 +559,6 @@ def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | N
             "nothing, for the few bytes of a bias or scale; else shard the parameter over "
             f"{axes_text(collective.axes)}, too, or keep what its module takes whole over it, by "
             "activation_shardings of jit"
-        )
-    if collective.purpose == "gradient" and collective.in_loop:
-        axes = collective.axes or ("...",)
-        named = repr(axes[0] if len(axes) == 1 else axes)
-        # In a loop over layers, each run reduces the gradients of another layer's parameters, so
-        # reducing once after the loop would not send less.
-        return (
-            f"accumulate_gradients(loss, steps=1, axis={named}) for value_and_grad(loss), which "
-            "reduces once, after the loop, if that is over time, as in nnx.RNN, or over "
-            "microbatches; nothing, if it is over layers"
         )
     if collective.purpose in _INSTEAD:  # It has all purposes except reshard and None.
         return _INSTEAD[collective.purpose]

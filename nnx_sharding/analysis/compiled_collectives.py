@@ -380,9 +380,13 @@ def _with_operation(
     # of them, but the instructions that make the operands have the names of all. The largest
     # operand comes first, because a table shows only the first name.
     if len(operands) > 1 and len(operations(named.operation or "")) == 1:
+        # What comes out of a loop, moved or not, is named after the loop, as in ``jit(f)/while``.
+        # This name does not say what computes the operand, so it does not count.
+        names_of_loops = {loop.operation for _, loop in module.with_opcode("while")}
         makers = [maker for maker in home.instructions if maker.name in operands]
         makers.sort(key=lambda maker: total_bytes(arrays(maker.shape)), reverse=True)
-        names = [maker.operation for maker in makers] + names
+        makers_names = [maker.operation for maker in makers]
+        names = [name for name in makers_names if name not in names_of_loops] + names
     # Names are joined by semicolons, like those that XLA joins, so that `operations` splits them.
     joined = ";".join(dict.fromkeys(filter(None, names)))
     if joined == (instruction.operation or ""):

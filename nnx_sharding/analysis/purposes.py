@@ -5,7 +5,9 @@ The first rule that applies decides (`_Purposes.of`):
     parameter, state   the collective only moves arrays that are computed from Variables alone:
                        from parameters, or from other Variables such as caches
     gradient           the backward pass of a module computes an array that the collective makes;
-                       the array has the shape of a parameter of that module, or of a part of one;
+                       the array has the shape of a parameter of that module, or of a part of one
+                       (for sums also of a parameter of the modules inside it, if none of its own
+                       has the shape, because a module may read these parameters itself);
                        and it is not a partial result of a product with a parameter, because such
                        a product is an activation of the same shape
     sum                the collective adds up anything else: partial products, or a loss
@@ -211,7 +213,9 @@ class _Purposes:
         # A sum outside of modules may belong to any gradient, since the compiler merges sums.
         candidates = backward if is_sum else backward - {None}
         # The paths of the candidates' Variables that can have the array as a part.
-        variables = self._variables.with_part(candidates, array.dims, trip_counts)
+        variables = self._variables.with_part(
+            candidates, array.dims, trip_counts, search_inside=is_sum
+        )
         operands = (Value(home, name) for name in array.operand_names)
         # A gradient is a product of activations. A product with a parameter is itself an
         # activation, so it is no gradient even if it has the shape of one.
@@ -344,8 +348,10 @@ class _Variables:
       states: the paths of those that have no gradients: statistics, caches, optimizer state.
       modules: the paths of all modules that contain Variables, at any depth.
       _updated: the paths of those that the program updates.
-      _rows: the rows of the Variables that may have gradients, by the path of a module: those that
-        it owns, without those of modules inside. The key None has the rows of the whole program.
+      _owned: the rows of the Variables that may have gradients, by the path of a module: those that
+        it owns, without those of modules inside.
+      _inside: the same rows by the path of a module, with those of modules inside. The key None has
+        the rows of the whole program.
     """
 
     def __init__(self, rows: Iterable[ParameterRow], updated: Collection[str]):
@@ -354,7 +360,8 @@ class _Variables:
         self.paths: set[str] = set()
         self.states: set[str] = set()
         self.modules: set[str] = set()
-        self._rows: dict[str | None, list[ParameterRow]] = {}
+        self._owned: dict[str | None, list[ParameterRow]] = {}
+        self._inside: dict[str | None, list[ParameterRow]] = {}
         for row in rows:
             self.paths.add(row.path)
             around = enclosing_paths(row.path)  # of all objects that the Variable is in
@@ -365,50 +372,70 @@ class _Variables:
             # A module owns the Variables in its lists and dicts: ``model.up`` has
             # ``model.up.scales[0]``. It does not own the Variables of a module inside it. Their
             # paths have one more dot behind the attribute with the inner module.
-            owners = [path for path in around if "." not in row.path[len(path) + 1 :]]
-            for key in (None, *owners):
-                self._rows.setdefault(key, []).append(row)
+            for path in around:
+                if "." not in row.path[len(path) + 1 :]:
+                    self._owned.setdefault(path, []).append(row)
+            for key in (None, *around):
+                self._inside.setdefault(key, []).append(row)
 
     def with_part(
         self,
         modules: Collection[str | None],
         dims: Sequence[int],
         trip_counts: Collection[int | None],
+        *,
+        search_inside: bool,
     ) -> set[str]:
         """Finds Variables of modules that can have a part of this shape, no smaller than a shard.
 
         Args:
           modules: the paths of modules; among these, None stands for all Variables of the program.
-            Then shapes alone decide, so a Variable that the program does not update, such as a
-            frozen one, only counts if no updated one has the shape.
           dims: the shape of the part.
+          search_inside: whether Variables of the modules inside count if the modules themselves own
+            none that fits. For those, as with None, shapes alone decide, so a Variable that the
+            program does not update, such as a frozen one, only counts if no updated one fits.
           trip_counts: how often each loop around the part runs. A loop over layers takes one layer
             in each run: from the first dimension, or from another one that is as long as the loop.
 
         Returns:
           The paths of the Variables; empty without any.
         """
-        if not dims:
-            return set()
-        # Dimensions of size 1 do not count, because `vmap` and loops over one layer leave them.
-        long_dims = tuple(size for size in dims if size > 1)
-        # Gradients of products may be transposed. Five dimensions have too many orders to try.
-        has_few_orders = 1 < len(long_dims) < 5
-        orders = [*itertools.permutations(long_dims)] if has_few_orders else [long_dims]
-        rows = [row for module in modules for row in self._rows.get(module, ())]
-        # Layers are nearly always in the first dimension, so the others are tried only if no
-        # Variable fits with that one.
-        for find_shapes in (_usual_shape, _other_shapes):
-            for order in orders:
-                paths = {
-                    row.path
-                    for row in rows
-                    if any(_can_have_part(x, order) for x in find_shapes(row, trip_counts))
-                }
-                if paths:  # The first order that fits decides.
-                    updated = paths & self._updated if None in modules else set()
-                    return updated or paths
+        if None not in modules:
+            owned = [row for module in modules for row in self._owned.get(module, ())]
+            paths = _rows_with_part(owned, dims, trip_counts)
+            if paths or not search_inside:
+                return paths
+        inside = [row for module in modules for row in self._inside.get(module, ())]
+        paths = _rows_with_part(inside, dims, trip_counts)
+        return (paths & self._updated) or paths
+
+
+def _rows_with_part(
+    rows: Sequence[ParameterRow], dims: Sequence[int], trip_counts: Collection[int | None]
+) -> set[str]:
+    """Returns the paths of the rows that can have a part of this shape; empty without any.
+
+    ``dims`` and ``trip_counts`` are as in `_Variables.with_part`.
+    """
+    if not dims:
         return set()
+    # Dimensions of size 1 do not count, because `vmap` and loops over one layer leave them.
+    long_dims = tuple(size for size in dims if size > 1)
+    # Gradients of products may be transposed. Five dimensions have too many orders to try.
+    has_few_orders = 1 < len(long_dims) < 5
+    orders = [*itertools.permutations(long_dims)] if has_few_orders else [long_dims]
+    # Layers are nearly always in the first dimension, so the others are tried only if no
+    # Variable fits with that one.
+    for find_shapes in (_usual_shape, _other_shapes):
+        for order in orders:
+            paths = {
+                row.path
+                for row in rows
+                if any(_can_have_part(x, order) for x in find_shapes(row, trip_counts))
+            }
+            if paths:  # The first order that fits decides.
+                return paths
+    return set()
 
 
 class _Dimension(NamedTuple):

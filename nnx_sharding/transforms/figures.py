@@ -321,12 +321,14 @@ class Figures:
             if value.line is not None:
                 file, line = value.line
                 whole_shapes[f"{file_title(file)}:{line}", value.operation].add(value.shape)
-        axis_sizes = {} if self._mesh is None else MeshDescription.of(self._mesh).axes
+        mesh = None if self._mesh is None else MeshDescription.of(self._mesh)
+        axis_types = {} if mesh is None else mesh.axis_types
         return CollectiveReasons(
             self.module,
             self._module_paths,
-            axis_sizes,
-            whole_shapes,
+            {} if mesh is None else mesh.axes,
+            auto_axes={axis for axis, kind in axis_types.items() if kind == "Auto"},
+            whole_shapes=whole_shapes,
             why_argument=self._why_argument,  # for collectives that gather a parameter
         )
 
