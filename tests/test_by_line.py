@@ -23,6 +23,7 @@ from nnx_sharding import jit, stack, tensor_parallel, value_and_grad
 from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.analysis.inferred_specs import FROM_PROGRAM, spec_of_shard
 from nnx_sharding.analysis.measured import measured_seconds
+from nnx_sharding.analysis.units import UNKNOWN
 from nnx_sharding.cli.main import main
 from nnx_sharding.partition import fsdp, make_mesh
 from nnx_sharding.transforms import module_memory
@@ -159,7 +160,12 @@ def test_types_of_a_trace_on_explicit_axes():
     assert (row.flops, row.bytes, row.at_peak, row.collectives) == (None,) * 4
     assert "not compiled" in table.why
     assert all(kind.spec is not None for kind in row.types)
-    assert "P('data', None)" in str(table)
+    shown = str(table)
+    assert "P('data', None)" in shown
+    # Columns that are unknown in all rows are left out, as the line `unknown` says.
+    assert "?" not in shown and UNKNOWN not in shown
+    assert "flops" not in shown and "collectives" not in shown
+    assert "unknown: figures, as the program is not compiled" in shown
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

@@ -150,9 +150,16 @@ class LineTable(AsData):
         # rates of the devices are not, they show which lines have most flops.
         heated_by = "seconds" if any(row.seconds for row in self.rows) else "flops"
         total = sum(getattr(row, heated_by) or 0 for row in self.rows) or 1
-        is_measured = any(row.measured is not None for row in self.rows)
-        figures = (*_FIGURES, "measured") if is_measured else _FIGURES
-        header = _NAMES + figures
+        # Columns that are unknown in all rows are left out.
+        figures = [
+            title
+            for title, field in _FIGURES.items()
+            if any(getattr(row, field) is not None for row in self.rows)
+        ]
+        is_sent_known = any(row.collectives is not None for row in self.rows)
+        names = _NAMES if is_sent_known else _NAMES[:-1]
+        all_columns, header = (*_NAMES, *_FIGURES), (*names, *figures)
+        shown = [all_columns.index(title) for title in header]
         files = dict.fromkeys(row.file for row in self.rows)  # unique, in order
         for file in files:
             yield text(file or NO_LINE)
@@ -161,8 +168,7 @@ class LineTable(AsData):
                 if row.file == file:
                     style = _heat((getattr(row, heated_by) or 0) / total)
                     for line in _lines_of(row, most, style):
-                        # Without a profile, the last cell, for measured times, is left out.
-                        lines.append(line[: len(header)])
+                        lines.append(tuple(line[index] for index in shown))
             yield Table(header, lines, numbers=len(figures))
             yield text("")  # an empty line between the tables
         yield from legend(header, _PHRASES)
@@ -183,9 +189,15 @@ _PHRASES = {
     "at the peak": "the arrays that it makes, on one device, while the most memory is in use",
     "measured": "the time in the profile",
 }
-# The columns of words, and of figures, which are aligned to the right.
+# The columns of words, then those of figures, which are aligned to the right, with their fields.
 _NAMES = ("line", "code", "types", "collectives")
-_FIGURES = ("flops", "bytes", "at least", "at the peak")
+_FIGURES = {
+    "flops": "flops",
+    "bytes": "bytes",
+    "at least": "seconds",
+    "at the peak": "at_peak",
+    "measured": "measured",
+}
 
 
 def _heat(share: float) -> str:
@@ -196,7 +208,7 @@ def _heat(share: float) -> str:
 
 
 def _lines_of(row: LineRow, most: int | None, code_style: str) -> Iterator[tuple[Cell, ...]]:
-    """Yields the lines that a row takes in a table with the columns of words, figures, `measured`.
+    """Yields the lines that a row takes in a table with all columns of words and figures.
 
     Code, types and collectives have texts below each other. The number and the figures are in the
     first line.
