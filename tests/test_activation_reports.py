@@ -23,6 +23,7 @@ from nnx_sharding.analysis import collectives_of
 from nnx_sharding.analysis.hlo import parse
 from nnx_sharding.analysis.names import module_of, operations
 from nnx_sharding.analysis.purposes import Origins
+from nnx_sharding.analysis.units import UNKNOWN
 from nnx_sharding.analysis.values import Value
 from nnx_sharding.partition import fsdp, tensor_parallel, with_sharding_constraint, zero1
 from nnx_sharding.report import ProgramReport
@@ -313,6 +314,10 @@ def test_shard_map_lists_shards():
     fun = shard_map(lambda m, x: m(x), mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
     rows = fun.trace(MLP(), jnp.ones((8, 4))).activations()
     assert {(row.shape[0], row.chosen_by) for row in rows} == {(1, "compiler")}
+    assert all(row.bytes_per_device == row.bytes_total and row.spec is None for row in rows)
+    # These are bytes of one device; of the whole arrays they are unknown.
+    up = next(line for line in str(rows).splitlines() if line.startswith("m.up"))
+    assert "part on one device" in up and up.split()[-1] == UNKNOWN
 
 
 # Names in the program

@@ -59,6 +59,7 @@ class ReturnedArray(NamedTuple):
     aval: jax.ShapeDtypeStruct
     sharding: NamedSharding | None  # None if the compiler chooses
     chosen_by: ChosenBy
+    is_part: bool = False  # whether this is the part on one device, in a `shard_map` over all axes
 
 
 class Calls(list[ReturnedArray]):
@@ -196,6 +197,7 @@ class Frame:
             if not isinstance(x, jax.Array):
                 continue
             sharding, chosen_by = self._final_sharding(x)
+            axis_types = {*jax.typeof(x).sharding.mesh.axis_types}
             # A declared sharding of the function's result counts more than a strategy's choice. If
             # the function returns this array with one, `note_result` corrects this row then.
             if left_auto_axes is not None and chosen_by == "strategy":
@@ -211,6 +213,7 @@ class Frame:
                     aval=jax.ShapeDtypeStruct(x.shape, x.dtype),
                     sharding=sharding,
                     chosen_by=chosen_by,
+                    is_part=axis_types == {AxisType.Manual},
                 )
             )
 

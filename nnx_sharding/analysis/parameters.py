@@ -373,13 +373,14 @@ class ActivationRow:
       method: the method that returned the array.
       output: where the array is in the output of the method, such as ``[0]``; empty if it is all of
         the output.
-      shape: the shape of the array in the call; without mapped dimensions under ``vmap``.
+      shape: the shape of the array in the call; without mapped dimensions under ``vmap``, and in a
+        ``shard_map`` that of the part on one device.
       dtype: its dtype.
       spec: its ``PartitionSpec``, with one entry per dimension, ``UNCONSTRAINED`` where the
-        compiler chooses; None if it chooses for all.
+        compiler chooses; None if it chooses for all, and in a ``shard_map`` over all mesh axes.
       shard_shape: the shape of the shard of one device; None if the compiler chooses any of it.
       bytes_per_device: the size of that shard.
-      bytes_total: the size of the array.
+      bytes_total: the size of an array of this ``shape``, so in a ``shard_map`` of the part.
       chosen_by: ``user`` if the transform was given the spec, for the module or for what the
         function returns; ``strategy`` if it came with the shardings of an argument, or was inferred
         for them; ``types`` if it follows from the types of arrays on Explicit axes; ``inferred`` if
@@ -417,6 +418,8 @@ def activation_row(
     array: jax.Array | jax.core.ShapedArray | jax.ShapeDtypeStruct,
     sharding: NamedSharding | None,
     chosen_by: ChosenBy,
+    *,
+    is_part: bool = False,
     **names: str,
 ) -> ActivationRow:
     """Makes the row of an array that a module returned.
@@ -425,6 +428,7 @@ def activation_row(
       array: the array, or its shape and dtype.
       sharding: how it is sharded; None if that is unknown.
       chosen_by: who chose that.
+      is_part: whether the array is the part on one device, as in a ``shard_map`` over all axes.
       **names: ``path``, ``module``, ``method`` and ``output`` of the row.
     """
     spec = shard_shape = bytes_per_device = None
@@ -433,6 +437,9 @@ def activation_row(
         if PartitionSpec.UNCONSTRAINED not in spec.partitions:
             shard_shape = tuple(sharding.shard_shape(array.shape))
             bytes_per_device = array_bytes(shard_shape, array.dtype)
+    elif is_part:
+        shard_shape = tuple(array.shape)
+        bytes_per_device = array_bytes(shard_shape, array.dtype)
     return ActivationRow(
         **names,
         shape=tuple(array.shape),
@@ -443,6 +450,14 @@ def activation_row(
         bytes_total=array_bytes(array.shape, array.dtype),
         chosen_by=chosen_by,
     )
+
+
+def _is_part(row: ActivationRow) -> bool:
+    """Tells whether a row has the part on one device, in a ``shard_map`` over all mesh axes.
+
+    Without a spec, the shape on one device is known only there.
+    """
+    return row.spec is None and row.shard_shape is not None
 
 
 _HEADER = ("activation", "module", "shape", "dtype", "spec", "chosen by", "bytes/device", "bytes")
@@ -461,10 +476,11 @@ def activations_table(rows: Iterable[ActivationRow], most: int = 200) -> Any:
             row.module,
             shape_text(row.shape),
             row.dtype,
-            text(spec_text(row.spec), styles=styles),
+            "part on one device" if _is_part(row) else text(spec_text(row.spec), styles=styles),
             row.chosen_by,
             bytes_text(row.bytes_per_device),
-            bytes_text(row.bytes_total),
+            # In a `shard_map`, the size of the whole array is unknown.
+            bytes_text(None if _is_part(row) else row.bytes_total),
         )
         for row in rows
     )

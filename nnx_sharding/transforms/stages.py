@@ -187,7 +187,7 @@ class Stage:
         """Lists how the outputs of modules are sharded, in the order in which modules return them.
 
         A module that is called several times with equal results has one row. The first call of this
-        method traces the function once more. Under ``shard_map`` the table has no rows.
+        method traces the function once more. In a ``shard_map``, a row has the part on one device.
         """
         from ..analysis.parameters import ActivationTable, activation_row
 
@@ -196,6 +196,7 @@ class Stage:
                 call.aval,
                 call.sharding,
                 call.chosen_by,
+                is_part=call.is_part,
                 path=call.path,
                 module=call.module,
                 method=call.method,
