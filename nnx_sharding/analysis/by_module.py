@@ -251,7 +251,9 @@ class ModuleTable(AsData):
         shown = [(_pass(row.path, row.backward), row) for row in self.rows[:_SHOWN_ROWS]]
         others = self.rows[_SHOWN_ROWS:]
         if others:
-            shown.append((f"… and {len(others)} more (in .rows)", _sum(others, path="", backward=None)))
+            shown.append(
+                (f"… and {len(others)} more (in .rows)", _sum(others, path="", backward=None))
+            )
         lines = []
         for name, row in shown:
             held = row.at_peak or {}  # the bytes by kind
