@@ -295,7 +295,7 @@ class _ShardedLayers:
                 kind = type(parameter.variable).__name__
                 note = f"{kind} is not an nnx.Param, and tensor_parallel shards only these"
             elif len(parameter.layer_shape) < 2:
-                # Such as the scale of a norm of the user's. It is small, and replicated in Flax's.
+                # Such a vector is the scale of a norm of the user's. Those of Flax stay whole, too.
                 note = "a vector of no layer that tensor_parallel knows, as of a norm of your own"
             else:
                 note = "of no layer that tensor_parallel knows. Give it a spec by override(...)"
