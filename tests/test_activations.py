@@ -1002,23 +1002,6 @@ def test_fsdp_gathers_kernels_and_moves_no_activations():
     assert gathered
 
 
-def test_gradients_on_auto_axes_are_sharded_where_they_are_made():
-    model, specs = Network(nnx.Rngs(0)), {"up/kernel": P(None, "data"), "...": P()}
-    sharding = override(fsdp(model, mesh=AUTO, min_size=0), specs)
-    options = {"mesh": AUTO, "in_shardings": (sharding, P("data"))}
-    expected = dict(nnx.to_flat_state(nnx.grad(lambda m, x: (m(x) ** 2).sum())(model, X)))
-    for wrt in (nnx.Param, nnx.PathContains("kernel"), nnx.PathContains("bias")):
-        diff = nnx.DiffState(0, wrt)
-        step = jit(nnx.grad(lambda m, x: (m(x) ** 2).sum(), argnums=diff), **options)
-        constraints = _CONSTRAINT.findall(step.lower(model, X).as_text())
-        # In each block once whole, and the gradient sharded if there is one.
-        is_frozen = wrt == nnx.PathContains("bias")
-        assert constraints.count(('{}, {"data"}', "8x16")) == (0 if is_frozen else 2)
-        assert constraints.count(("{}, {}", "8x16")) == 2
-        for path, value in nnx.to_flat_state(step(model, X)):
-            np.testing.assert_allclose(value[...], expected[path][...], rtol=1e-5)
-
-
 def test_derivatives_of_gathered_parameters_on_auto_axes():
     model = Network(nnx.Rngs(0))
     options = {"mesh": AUTO, "in_shardings": (fsdp(model, mesh=AUTO, min_size=0), P("data"))}

@@ -312,10 +312,9 @@ def test_command_lines_that_do_not_fit(plan, capsys):
 
 
 @needs_compiler
-@pytest.mark.parametrize("axis_types", [AxisType.Auto, AxisType.Explicit])
-def test_gradients_of_a_list_are_scattered(axis_types, uncached):
-    mesh = make_mesh({"data": 8}, axis_types=axis_types, devices=topology_devices("v5e:2x4"))
-
+def test_gradients_of_a_list_are_scattered(uncached):
+    """On Explicit axes. On Auto axes, the compiler sums up those of some programs instead."""
+    mesh = make_mesh({"data": 8}, devices=topology_devices("v5e:2x4"))
     adam = optax.adam(1e-3)
 
     def make():

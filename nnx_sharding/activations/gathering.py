@@ -6,14 +6,10 @@ of a slice is inferred from the spec of the whole array (:func:`spec_of_slice`).
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
@@ -46,12 +42,12 @@ def gathered_values(
     ahead = PREFETCHED.value or ()  # the parameters that a surrounding loop has gathered already
     variables: list[Variable] = []
     arrays: list[jax.Array] = []
-    targets: list[_Target] = []
+    targets: list[NamedSharding] = []
     for path, variable in own_variables(module):
         value = _compat.get_value(variable)
         if not isinstance(value, jax.Array) or (tag.name, tag.path, path) in ahead:
             continue
-        target = _target_in_use(value, variable, path, tag=tag, mesh=mesh, axes=axes)
+        target = _sharding_in_use(value, variable, path, tag=tag, mesh=mesh, axes=axes)
         if target is not None:  # None: the value is used as it is sharded
             variables.append(variable)
             arrays.append(value)
@@ -59,14 +55,7 @@ def gathered_values(
     return [*zip(variables, _gather(arrays, targets), strict=True)]
 
 
-class _Target(NamedTuple):
-    """How a parameter is sharded while its module runs, and how its gradient is on Auto axes."""
-
-    whole: NamedSharding
-    shard: NamedSharding | None  # None on Explicit axes, where the type of the gradient says it
-
-
-def _target_in_use(
+def _sharding_in_use(
     value: jax.Array,
     variable: Variable,
     path: Path,
@@ -74,7 +63,7 @@ def _target_in_use(
     tag: Tag,
     mesh: Mesh | AbstractMesh | None,
     axes: frozenset[AxisName],
-) -> _Target | None:
+) -> NamedSharding | None:
     """Returns the sharding of a Variable's value while its module runs: whole over the tag's axes.
 
     On Explicit axes the sharding is made from the spec in the value's type. On Auto axes a type
@@ -98,86 +87,31 @@ def _target_in_use(
             new_spec = with_reduced(new_spec, ())
         if new_spec == spec:
             return None
-        return _Target(NamedSharding(jax.typeof(value).sharding.mesh, new_spec), None)
+        return NamedSharding(jax.typeof(value).sharding.mesh, new_spec)
     declared = tag.specs.get(path)
     if mesh is None or declared is None or not declared.is_gathered:
         return None
     # The declared spec is for the whole array. In a loop over layers, the value is a slice of it.
-    mesh = mesh_in_trace(mesh)
-    whole, shard = (
-        NamedSharding(mesh, spec_of_slice(spec, declared.shape, value.shape))
-        for spec in (declared.inside, declared.outside)
-    )
-    return _Target(whole, shard)
+    new_spec = spec_of_slice(declared.inside, declared.shape, value.shape)
+    return NamedSharding(mesh_in_trace(mesh), new_spec)
 
 
-def _gather(arrays: list[jax.Array], targets: list[_Target]) -> list[jax.Array]:
+def _gather(arrays: list[jax.Array], targets: list[NamedSharding]) -> list[jax.Array]:
     """Returns arrays with these shardings: resharded on Explicit axes, otherwise constrained.
 
     Arrays of one kind go into one operation, because that takes less time to trace. The kinds are
-    arrays with a type over Explicit axes, those with a gradient on Auto axes, and all others.
+    arrays with a type over Explicit axes, and all others.
     """
-    kinds = [_operation_to_gather(*pair) for pair in zip(arrays, targets, strict=True)]
-    if len({*kinds}) == 1:
-        return list(kinds[0](tuple(arrays), tuple(targets)))
+    are_typed = [type_spec(array) is not None for array in arrays]
+    if not any(are_typed):
+        return apply_shardings(arrays, targets) if arrays else []
+    if all(are_typed):
+        return jax.sharding.reshard(arrays, targets)  # type: ignore[no-any-return]
     # A module may also hold an array that is on no mesh. Then each array is gathered by itself.
-    gathered: list[jax.Array] = []
-    for operation, array, target in zip(kinds, arrays, targets, strict=True):
-        gathered += operation((array,), (target,))
+    gathered = []
+    for array, target in zip(arrays, targets, strict=True):
+        gathered += _gather([array], [target])
     return gathered
-
-
-_Arrays: TypeAlias = tuple[jax.Array, ...]
-_Operation: TypeAlias = Callable[[_Arrays, tuple[_Target, ...]], Sequence[jax.Array]]
-
-
-def _operation_to_gather(array: jax.Array, target: _Target) -> _Operation:
-    """Returns the function that gathers an array of this kind."""
-    if type_spec(array) is not None:
-        return _reshard
-    has_gradient = target.shard is not None and jnp.issubdtype(array.dtype, jnp.inexact)
-    return _CONSTRAIN_TO_WHOLE if has_gradient else _constrain
-
-
-def _reshard(arrays: _Arrays, targets: tuple[_Target, ...]) -> Sequence[jax.Array]:
-    resharded: Sequence[jax.Array] = jax.sharding.reshard(
-        arrays, tuple(target.whole for target in targets)
-    )
-    return resharded
-
-
-def _constrain(arrays: _Arrays, targets: tuple[_Target, ...]) -> Sequence[jax.Array]:
-    return apply_shardings(arrays, [target.whole for target in targets])
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _constrain_to_whole(arrays: _Arrays, targets: tuple[_Target, ...]) -> _Arrays:
-    """Gathers arrays on Auto axes. Their gradients are sharded as the arrays were.
-
-    The derivative of a constraint is the same constraint, so the gradient would be whole on each
-    device before it is sharded again. The TPU compiler makes one reduce-scatter of both for some
-    programs only; of the others, an all-reduce sends twice as much.
-    """
-    return tuple(_constrain(arrays, targets))
-
-
-@functools.partial(_constrain_to_whole.defjvp, symbolic_zeros=True)
-def _constrain_tangents(
-    targets: tuple[_Target, ...], primals: tuple[_Arrays], tangents: tuple[tuple[Any, ...]]
-) -> tuple[_Arrays, tuple[Any, ...]]:
-    """Leaves tangents sharded. The transpose of this shards the gradients."""
-    sharded = [
-        # A frozen parameter has no gradient.
-        tangent
-        if isinstance(tangent, SymbolicZero)
-        else apply_shardings([tangent], [target.shard])[0]
-        for tangent, target in zip(tangents[0], targets, strict=True)
-    ]
-    return _constrain_to_whole(primals[0], targets), tuple(sharded)
-
-
-# Jitted, so that parameters of equal types are traced once.
-_CONSTRAIN_TO_WHOLE = jax.jit(_constrain_to_whole, static_argnums=1, inline=True)
 
 
 def spec_of_slice(spec: PartitionSpec, shape: Shape, slice_shape: Shape) -> PartitionSpec:
