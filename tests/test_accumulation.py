@@ -268,6 +268,33 @@ class Words(nnx.Module):
         return self.out(x + self.of_words(jax.nn.one_hot(tokens, 16)))
 
 
+class Bent(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 16, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + nnx.gelu(self.up(x))
+
+
+class Layers(nnx.Module):
+    """A stack behind a lookup: what its forward pass keeps is all that has rows."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(16, 16, rngs=rngs)
+        self.layers = stack(Bent, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layers(self.embed(jnp.abs(16 * x[:, :3]).astype(int) % 16))
+
+
+@pytest.mark.parametrize(("kinds", "axis"), MESHES, ids=str)
+def test_a_linear_loss_of_a_stack_is_reduced_once(kinds, axis):
+    model = Layers(nnx.Rngs(0))
+    size = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
+    found = reductions(model, kinds, axis, lambda model, x: model(x).mean(), replicated)
+    assert found == [(1, size)]
+
+
 @pytest.mark.parametrize(("kinds", "axis"), MESHES, ids=str)
 @pytest.mark.parametrize("model_class", [Convolutions, OwnCode, Words])
 def test_uses_outside_of_layers_are_reduced_once(model_class, kinds, axis):

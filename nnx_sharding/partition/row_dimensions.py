@@ -30,6 +30,12 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 Dims: TypeAlias = Sequence[int | None]
 Shape: TypeAlias = tuple[int, ...]
 
+# Operations that run a program once on their own inputs: calls, recomputations, and functions with
+# derivatives of their own. Releases of JAX have different names for them.
+CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
+REMAT = frozenset(("checkpoint", "remat", "remat2"))
+_WITH_RULES = frozenset(("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"))
+
 
 def shape_of(variable: Var | Literal) -> Shape:
     """Returns the shape of an input or an output of an operation."""
@@ -45,6 +51,8 @@ def rows_of_outputs(equation: JaxprEqn, rows: Dims) -> list[int | None]:
     those of ``jnp.take`` (in ``nnx.Embed``) and ``jax.nn.one_hot``, which JAX jits.
     """
     name = equation.primitive.name
+    if name == "scan":
+        return _rows_of_scan(equation, rows)
     program = _program_of(equation)
     if program is not None:
         return _rows_of_program(program, rows)
@@ -68,7 +76,7 @@ def rows_of_outputs(equation: JaxprEqn, rows: Dims) -> list[int | None]:
 
 def _program_of(equation: JaxprEqn) -> Jaxpr | None:
     """Returns the program that an operation runs once on its own inputs; None for all others."""
-    if equation.primitive.name not in _CALLS:
+    if equation.primitive.name not in CALLS | REMAT | _WITH_RULES:
         return None
     params = equation.params
     program = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
@@ -87,6 +95,25 @@ def _rows_of_program(jaxpr: Jaxpr, rows: Dims) -> list[int | None]:
         outputs = rows_of_outputs(equation, read(equation.invars))
         row_dims.update(zip(equation.outvars, outputs, strict=True))
     return read(jaxpr.outvars)
+
+
+def _rows_of_scan(equation: JaxprEqn, rows: Dims) -> list[int | None]:
+    """Returns `rows_of_outputs` of a ``scan``: what its body returns in the first step.
+
+    A scanned input and a stacked output have one dimension more outside of the body, in front.
+    """
+    body: Jaxpr = equation.params["jaxpr"].jaxpr
+    rows_in_body: list[int | None] = []
+    for variable, inner, dim in zip(equation.invars, body.invars, rows, strict=True):
+        is_scanned = len(shape_of(variable)) > len(shape_of(inner))
+        # If the scan loops over the rows, a step has none.
+        rows_in_body.append((dim - 1 if dim else None) if is_scanned else dim)
+    outputs = _rows_of_program(body, rows_in_body)
+    rows_of_output: list[int | None] = []
+    for output, inner_output, dim in zip(equation.outvars, body.outvars, outputs, strict=True):
+        is_stacked = len(shape_of(output)) > len(shape_of(inner_output))
+        rows_of_output.append(dim + 1 if is_stacked and dim is not None else dim)
+    return rows_of_output
 
 
 def summed_dims(equation: JaxprEqn, rows: Dims) -> Dims | None:
@@ -225,21 +252,6 @@ def _reshape(equation: JaxprEqn, position: int, rows: int, shape: Shape) -> int 
     return next((i for i in possible if shape[i] % input_shape[rows] == 0), None)
 
 
-# Operations that run a program once on their own inputs.
-_CALLS = frozenset(
-    (
-        "checkpoint",
-        "closed_call",
-        "core_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-        "jit",
-        "pjit",
-        "remat",
-        "remat2",
-    )
-)
 # By the name of an operation, the function for it. `_keep` is for operations that are missing here,
 # and `_reduce` for reductions.
 _MOVES: dict[str, Callable[[JaxprEqn, int, int, Shape], int | None]] = {

@@ -45,7 +45,7 @@ from ..core.constrain import in_context, retype, type_mesh, type_spec
 from ..specs.fitting import axes_of_type, keep_axes
 from ..specs.paths import enclosing_paths
 from ..specs.types import AnyMesh
-from .row_dimensions import Dims, rows_of_outputs, shape_of, summed_dims
+from .row_dimensions import CALLS, REMAT, Dims, rows_of_outputs, shape_of, summed_dims
 
 Arrays: TypeAlias = Sequence[Any]
 Rest = TypeVar("Rest")
@@ -103,9 +103,6 @@ _LINEAR = frozenset(
 # Operations that are linear in one input while the other stays the same: a · (b + c) = a·b + a·c. A
 # division is linear in the first input only: (a + b) / c.
 _PRODUCTS = frozenset(("mul", "div"))
-# Operations that call a program once with their own inputs, and recomputations of a program.
-_CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
-_REMAT = frozenset(("checkpoint", "remat", "remat2"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,7 +330,7 @@ class _Evaluation:
         name = equation.primitive.name
         if _called(equation) is not None:  # a call, or a recomputation without a barrier
             return self.run(equation.params["jaxpr"], inputs, wanted)
-        if name in _REMAT:  # with a barrier, because `_called` returned None
+        if name in REMAT:  # with a barrier, because `_called` returned None
             # The program is a backward pass with the forward pass that it recomputes. The barrier
             # is needed because the compiler would otherwise merge the recomputation with the
             # original forward pass, and keep its results.
@@ -596,7 +593,7 @@ def _called(equation: JaxprEqn) -> Jaxpr | None:
     because its operations may not be run among the operations around it.
     """
     name, params = equation.primitive.name, equation.params
-    if name in _CALLS or (name in _REMAT and not params["prevent_cse"]):
+    if name in CALLS or (name in REMAT and not params["prevent_cse"]):
         return getattr(params["jaxpr"], "jaxpr", params["jaxpr"])  # type: ignore[no-any-return]
     return None
 
