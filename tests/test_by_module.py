@@ -280,11 +280,33 @@ def test_depths_are_sums(table):
 
 def test_the_last_line_sums_up_what_is_not_shown(table):
     shown = table.rows[:1] * 40
-    many = dataclasses.replace(table, rows=(*shown, *table.rows))
+    nothing = dataclasses.replace(
+        shown[0], path="model.idle", flops=0.0, bytes_accessed=0.0, bytes_sent=0, seconds=0.0,
+        at_peak={"parameters": 1},
+    )  # fmt: skip
+    many = dataclasses.replace(table, rows=(*shown, *[nothing] * 3))
     [line] = [line for line in str(many).splitlines() if line.startswith("…")]
-    assert line.startswith(f"… and {len(table.rows)} more (in .rows)  ")
-    assert count_text(table.total().flops) in line
+    assert line.startswith("… and 3 more (.rows, at_depth)  ")
+    assert "3 B  " in line
     assert not any(line.startswith("…") for line in str(table).splitlines())
+
+
+@pytest.mark.parametrize("figure", ["flops", "bytes_accessed", "bytes_sent"])
+def test_what_does_most_is_shown_though_it_holds_nothing(table, figure):
+    busy = dataclasses.replace(
+        table.rows[0], path="model.busy", at_peak={}, **{figure: 2 * getattr(table.total(), figure)}
+    )
+    many = dataclasses.replace(table, rows=(*[table.rows[0]] * 45, busy))
+    assert re.search(r"^(the backward pass of )?model\.busy ", str(many), re.MULTILINE)
+
+
+def test_merged_collectives_count_for_each_module(mlp, table):
+    merged = [x for x in mlp.collectives() if len({part.module for part in x.parts}) > 1]
+    assert merged  # the gradients of biases, of all blocks
+    sent = [table.total(f"model.blocks[{i}]").bytes_sent for i in range(LAYERS)]
+    assert all(sent)
+    # Each block sends the same, up to a byte of each merged collective that is rounded.
+    assert max(sent) - min(sent) <= len(merged)
 
 
 def test_seconds_are_rooflines(table):

@@ -5,6 +5,8 @@ bytes accessed and bytes sent sum to the totals. Each array in memory has an *ow
 use, such as "activations" (`owners.py`). Bytes in memory are those at the *peak*, the step of the
 schedule with the most in use.
 
+A collective that the compiler merged from those of several modules is divided by their bytes.
+
 What is approximate: a fusion belongs to one module, though the compiler may have fused the end of
 one with the beginning of the next; shapes decide what is a gradient; and what an array without a
 name is for remains unknown (`ModuleTable.unattributed`).
@@ -12,8 +14,9 @@ name is for remains unknown (`ModuleTable.unattributed`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .buffers import Allocation, Buffers
@@ -148,7 +151,8 @@ def figures_by_place(
     work = None if executed is None else _work_by_place(module, executed, finder)
     sent: defaultdict[Place, list[Collective]] = defaultdict(list)
     for collective in collectives or ():
-        sent[finder.place_of_collective(collective)].append(collective)
+        for place, share in _shares_by_place(collective, finder):
+            sent[place].append(share)
     held: Mapping[Place, Counter[MemoryUse]] = {}
     phases: Sequence[Phase] = ()
     if buffers is not None:
@@ -182,6 +186,32 @@ def figures_by_place(
     if buffers is None:
         reasons.append("the compiler does not say what it assigns")
     return FiguresByPlace(figures, phases, reasons)
+
+
+def _shares_by_place(
+    collective: Collective, finder: PlaceFinder
+) -> Iterator[tuple[Place, Collective]]:
+    """Divides a collective that moves arrays of several places, as the compiler merges gradients.
+
+    Yields each place, with a collective that moves the bytes of this place only.
+    """
+    sizes: Counter[Place] = Counter()  # the bytes of each place
+    for part in collective.parts:
+        alone = dataclasses.replace(
+            collective,
+            operation=part.operation or collective.operation,
+            source=part.source or collective.source,
+        )
+        sizes[finder.place_of_collective(alone)] += part.bytes
+    if len(sizes) < 2 or not sizes.total():
+        yield finder.place_of_collective(collective), collective
+        return
+    # Each share is rounded down to bytes, and the last one is what the others leave.
+    left, left_sent = sizes.total(), collective.bytes_sent
+    for place, size in sizes.items():
+        sent = left_sent * size // left if left else 0
+        yield place, dataclasses.replace(collective, bytes=size, bytes_sent=sent, parts=())
+        left, left_sent = left - size, left_sent - sent
 
 
 def seconds_by_place(finder: PlaceFinder, measured: Measured) -> dict[Place, float]:

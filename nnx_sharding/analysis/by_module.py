@@ -247,13 +247,17 @@ class ModuleTable(AsData):
         if is_measured:
             figures.append("measured")
         # 40 rows are enough for a look; `at_depth` joins modules of larger models. The last line
-        # sums up all other rows, because rows that hold little may compute the most.
-        shown = [(_pass(row.path, row.backward), row) for row in self.rows[:_SHOWN_ROWS]]
-        others = self.rows[_SHOWN_ROWS:]
+        # sums up all other rows.
+        largest = {*_largest(self.rows, _SHOWN_ROWS)}
+        shown = [
+            (_pass(row.path, row.backward), row)
+            for position, row in enumerate(self.rows)
+            if position in largest
+        ]
+        others = [row for position, row in enumerate(self.rows) if position not in largest]
         if others:
-            shown.append(
-                (f"… and {len(others)} more (in .rows)", _sum(others, path="", backward=None))
-            )
+            name = f"… and {len(others)} more (.rows, at_depth)"
+            shown.append((name, _sum(others, path="", backward=None)))
         lines = []
         for name, row in shown:
             held = row.at_peak or {}  # the bytes by kind
@@ -294,6 +298,21 @@ def ordered(rows: Sequence[ModuleRow]) -> tuple[ModuleRow, ...]:
         return -sum((row.at_peak or {}).values()), -(row.flops or 0), row.path or ""
 
     return tuple(sorted(rows, key=key))
+
+
+def _largest(rows: Sequence[ModuleRow], most: int) -> list[int]:
+    """Returns the positions of the rows that have the largest share of any one figure.
+
+    Those that hold the most at the peak alone could leave out what computes or sends the most.
+    """
+    columns = [[sum((row.at_peak or {}).values()) for row in rows]]
+    columns += [[getattr(row, figure) or 0 for row in rows] for figure in _SUMMED]
+    totals = [sum(column) or 1 for column in columns]
+    shares = [
+        max(figure / total for figure, total in zip(figures, totals, strict=True))
+        for figures in zip(*columns, strict=True)
+    ]
+    return sorted(range(len(rows)), key=shares.__getitem__, reverse=True)[:most]
 
 
 def path_text(path: str | None) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, get_args
 
 from .json_codec import UNWRITTEN
-from .names import folded, operations
+from .names import folded, in_module, operations
 from .opcodes import COLLECTIVES, CollectiveKind
 from .purposes import Purpose
 from .tables import Pictured, Table, text
@@ -316,7 +316,8 @@ def _row(collective: Collective) -> _Row:
     For example, ``model.blocks[0].up.kernel`` and ``model.blocks[1].up.kernel`` both become
     ``model.blocks[*].up.kernel``. The column "of" has the parameters, or else the operations. If
     there are several, it has the first one and the number of others: ``model.up.kernel +3``. Arrays
-    that are for something else than the parameters count among the others.
+    that are for something else than the parameters count among the others. The name of an operation
+    begins with the path of its module: ``model.blocks[*].down/dot_general``.
     """
     row = _cells(collective)
     of = row.of
@@ -326,6 +327,11 @@ def _row(collective: Collective) -> _Row:
         count = len(others)
         if collective.parameters:
             count += sum(part.purpose != collective.purpose for part in collective.parts)
+        else:
+            main = collective.main_part
+            module = collective.module if main is None else collective.parts[main].module
+            if module:
+                first = in_module(first, module)
         of = f"{first} +{count}" if count else first
     of = _FUNCTION.sub("", of)  # "jit(step)/up/dot_general" → "up/dot_general"
     return row._replace(of=folded(of), source=_end(row.source, longest=15))

@@ -76,3 +76,18 @@ def module_of(operation: str, known: Collection[str]) -> str | None:
         paths = [part] if module is None else [f"{module}.{part}", f"{module}{part}", part]
         module = next((path for path in paths if path in known), module)
     return module
+
+
+def in_module(operation: str, module: str) -> str:
+    """Writes the name of an operation with the path of its module: ``model.up/dot_general``.
+
+    Scopes within the module stay, but for the subscripts of ``jnp.einsum``, which are longer than
+    what they name. An operation whose name does not have the module is returned as it is.
+    """
+    known = {*enclosing_paths(module), module}
+    scopes = operation.split("/")
+    for count in range(1, len(scopes)):
+        if module_of("/".join(scopes[: count + 1]), known) == module:
+            inside = [scope for scope in scopes[count:] if "->" not in scope]
+            return "/".join([module, *inside])
+    return operation

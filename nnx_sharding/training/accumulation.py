@@ -127,10 +127,10 @@ def accumulate_gradients(
         arrays but no modules or Variables, and is not differentiated, apart from scalars. If these
         arrays do not have equally many rows, or one argument has these rows and scalars, it is an
         error.
-      axis: on Auto mesh axes, the axis that shards the rows, or a tuple of them. If it shards
-        parameters as well, these are gathered before the loop: with whole parameters, each device
-        adds up its own gradients, and the reduction follows the loop. Other axes shard the same
-        arrays in the loop as before.
+      axis: the axis that shards the rows, or a tuple of them, to reduce all gradients once: those
+        of parameters that it shards, too, and those on Auto axes. Parameters that it shards are
+        gathered before the loop: with whole parameters, each device adds up its own gradients, and
+        the reduction follows the loop. Other axes shard the same arrays in the loop as before.
       dtype: the dtype in which gradients are summed and returned; None for their own. Complex
         gradients stay complex: they have a real and an imaginary part of this dtype, of at least
         float32.
