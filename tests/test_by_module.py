@@ -21,7 +21,7 @@ from nnx_sharding.analysis import HARDWARE
 from nnx_sharding.analysis.attribution import CompiledProgram, module_table
 from nnx_sharding.analysis.buffers import Buffer, read_buffers
 from nnx_sharding.analysis.hlo import parse
-from nnx_sharding.analysis.units import count_text, read_bytes
+from nnx_sharding.analysis.units import read_bytes
 from nnx_sharding.partition import make_mesh
 
 

@@ -486,6 +486,36 @@ class DiffTest(parameterized.TestCase):
         assert (added.name, added.before) == (path, None)
         assert str(added).startswith(f"{path}: none → float32[")
 
+    def test_arguments_of_which_only_the_path_changed_are_one_change(self):
+        report = planned().reports["dp"]
+
+        def with_paths(path_of):
+            rows = [dataclasses.replace(x, path=path_of(x.path)) for x in report.parameters]
+            return dataclasses.replace(report, parameters=rows)
+
+        def of_state(path):
+            return "state[0]" + "".join(f"[{key!r}]" for key in path.split(".")[1:])
+
+        paths = [row.path for row in report.parameters if row.path != "x"]
+        [moved, *others] = diff(with_paths(of_state), report)
+        assert moved.name == f"paths of {len(paths)} arguments"
+        assert (moved.before, moved.after) == (f"{of_state(paths[0])}, …", f"{paths[0]}, …")
+        # Nothing is in the batch whose path could end that of the other one.
+        assert {change.name for change in others} == {"state[0]", "x"}
+        [one] = diff(report, with_paths(lambda path: path.replace("model.up.k", "net.up.k")))
+        assert (one.name, one.before) == ("path of an argument", "model.up.kernel")
+        # With the same path and two models, nothing says which of them each parameter is.
+        twice = [
+            dataclasses.replace(row, path=row.path.replace("model", name))
+            for name in ("student", "teacher")
+            for row in report.parameters
+            if row.path != "x"
+        ]
+        changes = diff(report, dataclasses.replace(report, parameters=twice))
+        assert {change.name for change in changes} == {
+            row.path for row in (*report.parameters, *twice)
+        }
+
     def test_versions_are_shown_but_are_not_changes(self):
         report = planned().reports["dp"]
         other = {**report.made_with, "jax": "0.99"}

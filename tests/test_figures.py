@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import jax
@@ -696,6 +697,7 @@ def test_a_merged_collective_is_named_after_most_of_it(name):
     [one] = collectives_of(text, {"data": 2}, rows)
     locked = _collective_name(one).partition(" of ")[2]
     assert (one.purpose, _row(one).of, one.source, locked) == expected
+    assert _row(dataclasses.replace(one, parts=())) == _row(one)  # as read from JSON
     assert [part.shape for part in one.parts] == [dims for dims, _ in arrays]
     assert sum(part.bytes for part in one.parts) == one.bytes
 

@@ -314,25 +314,23 @@ def _row(collective: Collective) -> _Row:
     """Writes the cells of a collective in a table, so that they are equal for modules of a list.
 
     For example, ``model.blocks[0].up.kernel`` and ``model.blocks[1].up.kernel`` both become
-    ``model.blocks[*].up.kernel``. The column "of" has the parameters, or else the operations. If
-    there are several, it has the first one and the number of others: ``model.up.kernel +3``. Arrays
-    that are for something else than the parameters count among the others. The name of an operation
-    begins with the path of its module: ``model.blocks[*].down/dot_general``.
+    ``model.blocks[*].up.kernel``. The column "of" has the parameters, or else the operations, whose
+    names begin with the path of the module: ``model.blocks[*].down/dot_general``. If there are
+    several arrays, it has the first name and the number of others: ``model.up.kernel +3``.
     """
     row = _cells(collective)
     of = row.of
     names = collective.parameters or operations(collective.operation or "")
     if names:
-        first, *others = names
-        count = len(others)
-        if collective.parameters:
-            count += sum(part.purpose != collective.purpose for part in collective.parts)
-        else:
-            main = collective.main_part
-            module = collective.module if main is None else collective.parts[main].module
-            if module:
-                first = in_module(first, module)
-        of = f"{first} +{count}" if count else first
+        first = names[0]
+        if not collective.parameters and collective.module:
+            first = in_module(first, collective.module)
+        # One array may be of several parameters, and several arrays may be of one. The shapes of an
+        # all-to-all are no arrays, but what is exchanged with each device.
+        is_exchange = collective.kind.endswith("all-to-all")
+        arrays = 1 if is_exchange else len(collective.shapes)
+        others = max(len(names), arrays) - 1
+        of = f"{first} +{others}" if others else first
     of = _FUNCTION.sub("", of)  # "jit(step)/up/dot_general" → "up/dot_general"
     return row._replace(of=folded(of), source=_end(row.source, longest=15))
 
@@ -345,9 +343,10 @@ def _counted_rows(row_counts: Mapping[_Row, int]) -> list[_Row]:
     columns = zip(_HEADER, *row_counts, strict=True)
     widths = dict(zip(_HEADER, (max(map(len, column)) for column in columns), strict=True))
     # Texts in the column "of" are cut to 26 characters at most, or to fewer, so that a row fits
-    # into 100 characters with the two spaces after each cell.
+    # into 100 characters with the two spaces after each cell. With fewer than 22, the parameters of
+    # several layers would look the same.
     width_of_others = sum(widths.values()) - widths["of"] + 2 * len(widths)
-    longest = min(26, 100 - width_of_others)
+    longest = max(22, min(26, 100 - width_of_others))
     rows = []
     for row, count in row_counts.items():
         number = f" ({count} ×)" if count > 1 else ""

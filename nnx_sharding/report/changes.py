@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, TypeAlias
 
 from jax.sharding import PartitionSpec
@@ -302,6 +304,9 @@ def _of_strategy(
     old_figures, new_figures = _figures(before), _figures(after)
     has_modules = before.by_module is not None and after.by_module is not None
     has_collectives = before.collectives is not None and after.collectives is not None
+    moved = _moved(old_figures["parameter"], new_figures["parameter"])
+    if moved:
+        yield Change("parameter", *_as_figure(moved), strategy)
     for kind, old in old_figures.items():
         # Without modules on one side, each module would count as new, or as gone.
         if kind == "module" and not has_modules:
@@ -311,10 +316,67 @@ def _of_strategy(
         is_zero = kind == "module" or (kind == "collective" and has_collectives)
         missing = 0 if is_zero else None
         new = new_figures[kind]
+        same = {*moved, *moved.values()} if kind == "parameter" else ()
         for name in dict.fromkeys([*old, *new]):  # unique names, in order
+            if name in same:
+                continue
             old_value, new_value = old.get(name, missing), new.get(name, missing)
             if old_value != new_value:
                 yield Change(kind, name, old_value, new_value, strategy)
+
+
+def _moved(old: Mapping[str, Value], new: Mapping[str, Value]) -> dict[str, str]:
+    """Finds arguments of which only the path changed, as of a step that takes a model, no states.
+
+    Two arguments are the same if they have the same text, and the path in one argument of the call
+    ends the other path: ``blocks[0].up.kernel`` ends ``state[0]['blocks'][0]['up']['kernel']`` as
+    well as ``model.blocks[0].up.kernel``. No other argument may fit either of them.
+
+    Args:
+      old: the arguments of the report before: path → what `array_text` writes.
+      new: those of the report after.
+
+    Returns:
+      The path before → the path after.
+    """
+    gone = {path: _KEY.findall(path) for path in old if path not in new}
+    come = {path: _KEY.findall(path) for path in new if path not in old}
+    # The paths of `come` by their text and what they end with; and by the path in their argument.
+    by_end: defaultdict[tuple[Value, tuple[str, ...]], set[str]] = defaultdict(set)
+    by_inner_path: defaultdict[tuple[Value, tuple[str, ...]], set[str]] = defaultdict(set)
+    for path, keys in come.items():
+        for end in _ends(keys):
+            by_end[new[path], end].add(path)
+        by_inner_path[new[path], (*keys[1:],)].add(path)
+    found: defaultdict[str, list[str]] = defaultdict(list)  # path of `come` → paths of `gone`
+    for path, keys in gone.items():
+        fitting = {*by_end.get((old[path], (*keys[1:],)), ())}
+        for end in _ends(keys):
+            fitting |= by_inner_path.get((old[path], end), set())
+        for other in fitting:
+            found[other].append(path)
+    times = Counter(path for paths in found.values() for path in paths)
+    return {
+        paths[0]: other
+        for other, paths in found.items()
+        if len(paths) == 1 and times[paths[0]] == 1
+    }
+
+
+def _ends(keys: Sequence[str]) -> list[tuple[str, ...]]:
+    """Lists what a path ends with: of ``("a", "b", "c")`` the last one, two and three keys."""
+    return [(*keys[start:],) for start in range(len(keys))]
+
+
+_KEY = re.compile(r"\w+")  # the attributes, keys and indices of a path
+
+
+def _as_figure(moved: Mapping[str, str]) -> tuple[str, str, str]:
+    """Writes arguments of which only the path changed as name, before and after of one change."""
+    before, after = next(iter(moved.items()))
+    if len(moved) == 1:
+        return "path of an argument", before, after
+    return f"paths of {len(moved)} arguments", f"{before}, …", f"{after}, …"
 
 
 def _outcome(report: ProgramReport | Failure | None) -> str | None:
