@@ -1,4 +1,4 @@
-"""The imports of the package: no cycle, and none from the core to what is above it."""
+"""The imports of the package, without cycles or from the core upwards; and how long files are."""
 
 from __future__ import annotations
 
@@ -99,6 +99,25 @@ def test_files_of_the_core_are_short():
     core = {name: path for name, path in FILES.items() if package_of(name) == "nnx_sharding.core"}
     lengths = {name: len(path.read_text().splitlines()) for name, path in core.items()}
     assert [(name, length) for name, length in lengths.items() if length > 400] == []
+
+
+def lines_of(function: ast.FunctionDef) -> int:
+    lines = function.end_lineno - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None:
+        lines -= first.end_lineno - first.lineno + 1
+    return lines
+
+
+def test_functions_fit_on_a_screen():
+    """Sixty lines without the docstring."""
+    long = [
+        f"{name}.{node.name}: {lines_of(node)}"
+        for name, path in FILES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and lines_of(node) > 60
+    ]
+    assert long == []
 
 
 def test_private_names_of_jax_are_in_one_package():

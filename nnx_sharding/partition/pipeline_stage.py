@@ -182,13 +182,11 @@ def trace_stages(parts: LossParts) -> TracedStages:
     # one microbatch to the next.
     constants = {*parts.fixed}.difference(loss.written_of)
     kept: dict[int, int] = {}  # number of a residual → output of this trace
-    residual_types: dict[int, jax.ShapeDtypeStruct] = {}
     for number, output in enumerate(residuals):
         inputs_read = {inputs[n] for n in Part(closed, [output]).used}
         if not inputs_read.issubset(constants):
             kept[number] = output
-            on_stages = result_types[output]  # (S, …)
-            residual_types[number] = jax.ShapeDtypeStruct(on_stages.shape[1:], on_stages.dtype)
+    residual_types = {number: _on_one_stage(result_types[i]) for number, i in kept.items()}
 
     return TracedStages(
         axis=loss.staged.axis,
@@ -204,6 +202,11 @@ def trace_stages(parts: LossParts) -> TracedStages:
         run_forward=Part(with_callbacks, [*out.values(), *written.values(), *kept.values()]),
         recompute=Part(closed, {*residuals}.difference(kept.values())),
     )
+
+
+def _on_one_stage(on_stages: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the type of an array (S, …) without the dimension for the stages."""
+    return jax.ShapeDtypeStruct(on_stages.shape[1:], on_stages.dtype)
 
 
 def _differentiate_layers(

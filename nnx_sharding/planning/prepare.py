@@ -71,10 +71,7 @@ def prepare(
     # 2. Pair strategies and meshes.
     with on_topology(topology, num_slices):
         target = DEFAULT.get()  # the topology and its slices; None for the devices of this machine
-        if devices is not None:
-            count = devices
-        else:
-            count = jax.device_count() if target is None else len(topology_devices(*target))
+        count = _number_of_devices(devices, target)
         # If the user names no strategies, all chains that suit the models are tried.
         functions = functions or dict.fromkeys(strategies_of(arguments, count))
         if meshes is None:
@@ -88,9 +85,8 @@ def prepare(
     # 3. Find the rates and the limit of memory.
     peak, limit = _peak_and_limit(meshes_of_pairs[0], hardware, memory_limit)
     if maximize and (limit is None or not arguments.rows):
-        raise ValueError(
-            "plan: maximize='batch' needs a batch, and memory_limit=... or hardware=..."
-        )
+        needed = "a batch, and memory_limit=... or hardware=..."
+        raise ValueError(f"plan: maximize='batch' needs {needed}")
 
     # 4. Predict all candidates.
     search = Search(
@@ -106,6 +102,18 @@ def prepare(
     )
     _add_all(search, pairs, quiet=quiet)
     return search
+
+
+def _number_of_devices(named: int | None, target: tuple[str, int] | None) -> int:
+    """Returns how many devices the meshes of candidates have.
+
+    Args:
+      named: the number that the user names; None for all.
+      target: a topology and its slices; None for the devices of this machine.
+    """
+    if named is not None:
+        return named
+    return jax.device_count() if target is None else len(topology_devices(*target))
 
 
 def _peak_and_limit(
