@@ -370,8 +370,10 @@ class CollectivesTest(parameterized.TestCase):
         pairs = ",".join(f"{{{i},{1 - i}}}" for i in range(2))
         hlo = f"%c = f32[999999]{{0}} collective-permute(%x), source_target_pairs={{{pairs}}}, "
         hlo += f'metadata={{op_name="jit(f)/{"some_module/" * 9}split"}}'
-        [_, rule, row, _] = str(collectives_of(hlo, {"replica_and_data": 2})).splitlines()
-        assert "…" in row and row.rstrip().endswith("/split") and len(rule) <= 100
+        of = {"data": "…_module/some_module/split", "replica_and_data": "…ule/some_module/split"}
+        for axis, shown in of.items():
+            [_, rule, row, _] = str(collectives_of(hlo, {axis: 2})).splitlines()
+            assert row.rstrip().endswith(f" {shown}") and len(rule) <= 104
         assert "all-gather" in str(found) and "Collective(" in repr(found)
         with self.assertRaisesRegex(ValueError, "'allreduce' is not a kind of collective"):
             found.of("allreduce")

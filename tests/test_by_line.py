@@ -103,7 +103,9 @@ def test_sums_are_those_of_the_program(name):
     for part in sent:
         key = part.kind, part.axes
         totals[key] = totals.get(key, 0) + part.count
-    assert totals == {key: number for key, (number, _) in collectives.totals().items()}
+    # A collective that the compiler merged from several lines counts in each of them.
+    numbers = {key: number for key, (number, _) in collectives.totals().items()}
+    assert {*totals} == {*numbers} and all(totals[key] >= numbers[key] for key in numbers)
     assert sum(row.at_peak for row in table.rows) == compiled.by_module().in_use
     # The user's lines do nearly all of it; the last row is what has none.
     assert [row.line is None for row in table.rows] == [False] * (len(table.rows) - 1) + [True]

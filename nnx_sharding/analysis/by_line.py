@@ -66,7 +66,8 @@ class LineCollectives:
       kind: such as ``all-reduce``.
       axes: the mesh axes; None if unknown.
       bytes: what one device sends in one call; None in a loop of unknown length.
-      count: how many instructions they are; one in a loop counts once.
+      count: how many instructions they are; one in a loop counts once. One that the compiler merged
+        from several lines counts in each of them, with the bytes of this line.
     """
 
     kind: CollectiveKind
@@ -122,7 +123,7 @@ class LineTable(AsData):
     or more, and in yellow the code of lines that take a twentieth or more. If the peak rates of the
     device are not known, the flops count instead of the time.
 
-    Rows are exclusive: flops, bytes and collectives add up to the totals of the program.
+    Rows are exclusive: flops, bytes and what is sent add up to the totals of the program.
 
     Attributes:
       rows: by file and line; last the row without a line, in a compiled program.
