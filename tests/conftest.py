@@ -1,5 +1,7 @@
 """Eight virtual devices on the CPU, quick compilation, and the hypothesis profiles."""
 
+import gc
+import itertools
 import os
 import pathlib
 import random
@@ -34,6 +36,7 @@ import schedule  # noqa: E402
 from nnx_sharding.core.call_context import CacheNotice  # noqa: E402
 from nnx_sharding.report.compiling import CompilerProcess  # noqa: E402
 
+_finished = itertools.count(1)  # tests of this worker
 _put, _cache_write = LRUCache.put, compiler._cache_write
 _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|(ragged-)?all-to-all|reduce-scatter|collective-\w+)(-start)?\("
@@ -83,6 +86,26 @@ def pytest_report_header():
 
 def pytest_runtest_setup(item):
     random.seed(f"{SEED} {item.nodeid}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown():
+    result = yield
+    if next(_finished) % 20 == 0:
+        _release_programs()
+    return result
+
+
+def _release_programs():
+    """Forgets all programs before Linux refuses to map more memory, at which XLA aborts.
+
+    A program takes nine mappings, and a process may have 65,530 (``vm.max_map_count``). A worker
+    compiles thousands of programs in a night.
+    """
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_collection_modifyitems(items):

@@ -149,6 +149,10 @@ class LaunchTest(Case):
     @parameterized.parameters((signal.SIGINT, 130), (signal.SIGKILL, -9))
     def test_launcher_is_ended(self, number, expected):
         """All that is left in the process groups ends, too."""
+        # What a shell runs in the background ignores SIGINT, and so do its children. A child resets
+        # what its parent handles.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.addCleanup(signal.signal, signal.SIGINT, before)
         mark = f"1000.{os.getpid()}{number}"
         script = self.script(
             f"subprocess.Popen(['sleep', '{mark}']); print('ready'); time.sleep(1000)"
