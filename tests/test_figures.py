@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 
 import jax
@@ -700,6 +701,65 @@ def test_a_merged_collective_is_named_after_most_of_it(name):
     assert _row(dataclasses.replace(one, parts=())) == _row(one)  # as read from JSON
     assert [part.shape for part in one.parts] == [dims for dims, _ in arrays]
     assert sum(part.bytes for part in one.parts) == one.bytes
+
+
+PADDED = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%pad (p0: f32[8,4], p1: f32[2,4], p2: s32[]) -> f32[8,4] {
+  %p0 = f32[8,4] parameter(0)
+  %p1 = f32[2,4] parameter(1)
+  %p2 = s32[] parameter(2)
+  %z = s32[] constant(0)
+  ROOT %u = f32[8,4] dynamic-update-slice(%p0, %p1, %p2, %z)
+}
+
+ENTRY %e (p: f32[2,4], n: s32[], y: f32[2,4], whole: f32[8,4]) -> f32[8,4] {
+  %p = f32[2,4] parameter(0)
+  %n = s32[] parameter(1)
+  %y = f32[2,4] parameter(2)
+  %whole = f32[8,4] parameter(3)
+  %x = f32[2,4] exponential(%y)
+  %fill = f32[] constant(FILL)
+  %zeros = f32[8,4] broadcast(%fill), dimensions={}
+  %id = u32[] partition-id()
+  %rows = u32[] constant(2)
+  %at = u32[] multiply(%id, %rows)
+  %offset = s32[] convert(%at)
+  %padded = f32[8,4] fusion(%TARGET, %PART, %OFFSET), kind=kLoop, calls=%pad
+  ROOT %all = f32[8,4] all-reduce(%padded), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "fill, target, part, offset, purpose",
+    [
+        ("0", "zeros", "p", "offset", "parameter"),
+        ("1", "zeros", "p", "offset", "sum"),  # the sum of the rest is no part
+        ("0", "whole", "p", "offset", "sum"),
+        ("0", "zeros", "p", "n", "sum"),  # all devices may write the same rows
+        ("0", "zeros", "x", "offset", "result"),  # what is joined is no parameter
+    ],
+)
+def test_a_sum_of_parts_in_zeros_is_a_gather(fill, target, part, offset, purpose):
+    """As the compiler for TPUs gathers over all chips of a v5p 4 × 4 × 4."""
+    from nnx_sharding.analysis.parameters import ParameterRow
+
+    words = {"FILL": fill, "TARGET": target, "PART": part, "OFFSET": offset}
+    text = re.sub("|".join(words), lambda word: words[word[0]], PADDED)
+    rows = [
+        ParameterRow("m.w", (8, 4), "float32", P("data"), (2, 4), 128, 32, variable="Param"),
+        ParameterRow("n", (), "int32", P(), (), 4, 4),
+        ParameterRow("y", (8, 4), "float32", P("data"), (2, 4), 128, 32),
+        ParameterRow("whole", (8, 4), "float32", P(), (8, 4), 128, 128),
+    ]
+    [one] = collectives_of("HloModule m\n" + text, {"data": 4}, rows)
+    assert (one.kind, one.purpose, one.bytes_sent) == ("all-reduce", purpose, 192)
 
 
 class Projections(nnx.Module):

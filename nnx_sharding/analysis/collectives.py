@@ -83,11 +83,12 @@ class Collective:
         compiler merged several, this and the next two are those of the largest array with the
         purpose of most bytes, and the names of other operations follow.
       source: the line of the user's code, such as ``model.py:12``.
-      purpose: ``parameter`` if it moves parameters to where they are used; ``state`` if it does so
-        with other Variables, such as a cache; ``gradient`` if it sums or moves gradients of
-        parameters; ``sum`` if it adds up partial results of an operation; ``result`` if it moves
-        what the program returns; ``reshard`` if it moves anything else, such as activations. None
-        if the arguments are not known.
+      purpose: ``parameter`` if it moves parameters to where they are used, on TPUs also by an
+        all-reduce of parts in arrays of zeros; ``state`` if it does so with other Variables, such
+        as a cache; ``gradient`` if it sums or moves gradients of parameters; ``sum`` if it adds up
+        partial results of an operation; ``result`` if it moves what the program returns;
+        ``reshard`` if it moves anything else, such as activations. None if the arguments are not
+        known.
       parameters: the paths of the parameters or other Variables, those of larger arrays first; for
         results, of those updated.
       module: the module whose call it is in, such as ``model.blocks[0].up``, if that is known.

@@ -20,6 +20,7 @@ merged with the gradient of a scale is ``sum``.
 
 So the all-gather of a kernel sharded by `fsdp` is `parameter`, the reduce-scatter of its gradient
 is `gradient`, and the all-reduce after a kernel sharded over rows by `tensor_parallel` is `sum`.
+An all-reduce that joins parts in arrays of zeros only moves them (`Origins.is_padded_part`).
 
 Names of operations alone do not tell the purposes apart, because the compiler moves collectives
 across operations and out of loops, and merges several into one. Shapes are an approximation: they
@@ -150,7 +151,9 @@ class _Purposes:
         # The array belongs to the innermost module around all of its operations, whichever rule
         # decides.
         path = self._module_around(array.operations)
-        is_sum = collective.collective in ("all-reduce", "reduce-scatter")
+        is_sum = collective.collective in ("all-reduce", "reduce-scatter") and not all(
+            self._origins.is_padded_part(Value(home, name)) for name in array.operand_names
+        )
         # A collective that does not sum only moves arrays.
         moved = frozenset[str]() if is_sum else self._moved_variables(array, home)
         if moved:
@@ -579,6 +582,8 @@ def _dims_of(instruction: Instruction) -> list[tuple[int, ...]]:
 # The most values to look at between the initial value of a loop and constants. Counters and zeros
 # need few.
 _MAX_STEPS = 64
+# What an array of zeros is made by; a computation has it as a parameter.
+_FILLING = ("bitcast", "broadcast", "constant", "copy", "convert", "parameter", "reshape")
 
 
 class Origins:
@@ -661,6 +666,37 @@ class Origins:
                     if self.are_variables(self.of(factor)):
                         return True
         return False
+
+    def is_padded_part(self, value: Value) -> bool:
+        """Tells whether a value is the part of one device in an array of zeros.
+
+        The sum over devices then only joins their parts, as an all-gather does. The compiler for
+        TPUs writes some gathers that way, such as those over 64 chips of a v5p::
+
+            %whole = f32[64,8] dynamic-update-slice(%zeros, %part, %offset, %zero)
+            %gathered = f32[64,8] all-reduce(%whole)
+
+        where ``%offset`` is computed from the number of the device.
+        """
+        for copied in reached(value, self._module.passed):
+            instruction = self._module.maker(copied)
+            if instruction is None or instruction.opcode != "dynamic-update-slice":
+                continue
+            target, _, *offsets = self._module.operands(copied)
+            makers = self._makers_behind(target)
+            constants = [maker for maker in makers if maker.opcode == "constant"]
+            # The literal of a constant is written where other instructions have operands.
+            is_zero = constants and all(maker.operand_names == ("0",) for maker in constants)
+            is_filled = all(maker.opcode in _FILLING for maker in makers)
+            offset_makers = itertools.chain(*map(self._makers_behind, offsets))
+            is_of_device = any(maker.opcode == "partition-id" for maker in offset_makers)
+            return bool(is_zero and is_filled and is_of_device)
+        return False
+
+    def _makers_behind(self, value: Value) -> list[Instruction]:
+        """Lists the instructions that compute a value, the last ones, `_MAX_STEPS` at most."""
+        steps = itertools.islice(reached(value, self._module.sources), _MAX_STEPS)
+        return [*filter(None, map(self._module.maker, steps))]
 
     def are_variables(self, names: frozenset[str]) -> bool:
         """Tells whether all these arguments are Variables; False for no arguments."""

@@ -293,8 +293,8 @@ def assert_overlappable(program: Program, *, layers: int = 1) -> None:
     overlap = Overlap(parse(report.hlo))
     is_any_in_loop = False
     lines: list[str] = []
-    for gather in collectives.of("all-gather"):
-        if gather.purpose != "parameter":
+    for gather in collectives:
+        if gather.kind not in _GATHERS or gather.purpose != "parameter":
             continue
         count = overlap.products_beside(Value(gather.computation, gather.name))
         if count is None:  # the gather is in no loop, or moves initial values of loops
@@ -312,6 +312,11 @@ def assert_overlappable(program: Program, *, layers: int = 1) -> None:
         _fail(f"{head}: it gathers none in a loop.", (), remedy)
     if lines:
         _fail(f"{head}:", lines, remedy)
+
+
+# With the purpose of a parameter, an all-reduce is a gather, too: the compiler for TPUs joins parts
+# in arrays of zeros.
+_GATHERS = ("all-gather", "all-reduce")
 
 
 def assert_gathers_weights(
@@ -341,7 +346,9 @@ def assert_gathers_weights(
     if not weights:
         _fail(f"{report.name} calls no module with parameters that are sharded{_over(wanted)}.", ())
     gathered: set[str] = set()  # the paths of gathered Variables
-    for collective in collectives.of("all-gather"):
+    for collective in collectives:
+        if collective.kind not in _GATHERS:
+            continue
         for part in collective.parts or (collective,):
             # The purpose of Variables that are no parameters is "state".
             if part.purpose in ("parameter", "state"):
