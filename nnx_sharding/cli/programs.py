@@ -80,6 +80,10 @@ _WITHOUT_DEVICES = "Nothing is run, so neither the devices nor their memory have
 _VIRTUAL_DEVICES = (
     "let JAX have N virtual CPU devices, for functions that make a mesh of jax.devices() themselves"
 )
+_MESH_IN_CONTEXT = (
+    "the mesh in context, such as data=2,model=4, passed to the function if it has a parameter "
+    "`mesh`; virtual CPU devices are used for one larger than the machine"
+)
 
 _JSON = "write JSON; - prints nothing else"
 
@@ -108,8 +112,13 @@ The function returns what to compile, as for the command inspect. For example:
   python -m nnx_sharding lock train.py:step --mesh data=4,model=2    # writes step.lock
   python -m nnx_sharding check train.py:step --mesh data=4,model=2
 
-exit code: 0; 1 if something changed or the function failed; 2 if there is no such lock file or the
-command line is wrong"""
+exit code: 0; 1 if the function failed{changed}; 2 if the command line is wrong{missing}"""
+_LOCK_EPILOGS = {
+    "lock": _LOCK.format(changed="", missing=""),
+    "check": _LOCK.format(
+        changed=", or if something changed", missing=", or if there is\nno such lock file"
+    ),
+}
 
 _COMPARE = """\
 The function returns (strategies, function, *arguments), which are the arguments of
@@ -160,7 +169,8 @@ def _add_plan_command(subparsers: object) -> None:
     """Adds the parser of ``plan``, whose options are called like the parameters of the function."""
     summary = "search for the mesh and the strategy with which a training step is fastest"
     devices = "number of devices to plan for (default: those of --topology or this machine)"
-    parser = _add_parser(subparsers, "plan", run_plan, summary, _PLAN, devices)
+    mesh = "the only mesh to try, such as data=2,model=4 (default: all of the devices)"
+    parser = _add_parser(subparsers, "plan", run_plan, summary, _PLAN, devices=devices, mesh=mesh)
     _add_outputs_and_limit(parser)
     add = parser.add_argument
     add(
@@ -206,12 +216,15 @@ def _add_parser(
     run: Callable[[argparse.Namespace], int],
     summary: str,
     epilog: str,
+    *,
     devices: str = _VIRTUAL_DEVICES,
+    mesh: str = _MESH_IN_CONTEXT,
 ) -> argparse.ArgumentParser:
     """Adds a command that calls a function of the user, with the options for this.
 
     Args:
       devices: the help for ``--devices``.
+      mesh: the help for ``--mesh``.
     """
     description = f"Calls a function of yours, to {summary}.\n{_WITHOUT_DEVICES}"
     # One summary in both places, so that they agree.
@@ -224,13 +237,7 @@ def _add_parser(
         metavar="MODULE:FUNCTION",
         help="the function to call: package.module:function or path/to/file.py:function",
     )
-    add(
-        "--mesh",
-        type=mesh_sizes,
-        metavar="AXIS=SIZE,...",
-        help="the mesh in context, such as data=2,model=4, passed to the function if it has a "
-        "parameter `mesh`; virtual CPU devices are used for one larger than the machine",
-    )
+    add("--mesh", type=mesh_sizes, metavar="AXIS=SIZE,...", help=mesh)
     add(
         "--topology",
         metavar="NAME",
@@ -265,7 +272,7 @@ def _add_lock_command(
     subparsers: object, name: str, run: Callable[[argparse.Namespace], int], summary: str
 ) -> argparse.ArgumentParser:
     """Adds a command about a lock file, and returns its parser; see `_add_parser`."""
-    parser = _add_parser(subparsers, name, run, summary, _LOCK)
+    parser = _add_parser(subparsers, name, run, summary, _LOCK_EPILOGS[name])
     text = "the lock file (default: the name of the function with .lock)"
     parser.add_argument("--file", type=file, metavar="FILE", help=text)
     tables = "memory and flops by module and line as well, which compiles the program once more"

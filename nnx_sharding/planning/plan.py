@@ -63,6 +63,8 @@ from .search import FAILS_ALIKE, Search, is_of_compiler
 BestBy: TypeAlias = Literal["measured", "roofline", "at_least", "bytes_sent"]
 RankedBy: TypeAlias = BestBy | Literal["peak"]
 _CHOSEN_BY: tuple[BestBy, ...] = get_args(BestBy)
+# What helps if the search ended before a candidate that may be the best was compiled.
+_TO_COMPILE_MORE = "a longer time limit, a larger `most`, or fewer strategies and variants"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,9 +196,13 @@ class PlanningResult(Pictured):
         if not self.comparison.reports:  # the time limit ended before a candidate was compiled
             fastest = min(self.predicted, key=self.predicted.__getitem__, default="unknown")
             yield f"best: none was compiled in time; predicted to be fastest: {fastest}"
+            yield f"  to compile some: {_TO_COMPILE_MORE}"
             return
         if self.best is None:
             yield "best: none fits" + ("; by estimates, one of these may:" if self.remedies else "")
+            if self.left and not self.maximize:
+                which = f"{len(self.left)} that were not compiled, {shortened([*self.left])}"
+                yield f"  perhaps one of {which}: {_TO_COMPILE_MORE}"
             yield from (f"  {line}" for line in self.remedies)
             yield from self._batches_left()
             return
@@ -211,7 +217,7 @@ class PlanningResult(Pictured):
             rivals = [x for x in self.comparison.measured if not self._has_fewer_rows(x, self.best)]
             yield f"measured: {time_text(seconds)}, the least of {len(rivals)}{by_roofline}"
         if self.gap == 0:
-            yield "bound: no other candidate can be faster"
+            yield "bound: no other candidate of this search can be faster"
         elif self.gap is not None:
             bound = f"{time_text(self.least)} ({100 * self.gap:.0f} % less)"
             yield f"bound: no other candidate takes less than {bound}, for its products alone"

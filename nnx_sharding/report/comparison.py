@@ -456,7 +456,7 @@ _PHRASES = {
     "roofline": "the estimated time",
     "measured": "the median time of the calls that plan ran",
     "bound by": "what takes longest in the roofline: compute, memory or interconnect",
-    "compiled in": "the time to trace and compile it on this machine",
+    "compiled in": "the time to trace it and to compile it, or to read it from a cache",
     "fits": "whether the peak is within the memory of a device",
 }
 _NOTHING = frozenset({"", "0", "0 B", "0 s", UNKNOWN})

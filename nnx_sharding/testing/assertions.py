@@ -223,11 +223,18 @@ def assert_peak_below(program: Program, limit: int | str) -> None:
 
 
 def _largest(rows: Iterable[ParameterRow | ActivationRow]) -> str:
-    """Lists the ten arrays that take the most memory on a device, as text."""
-    sizes = [(row.bytes_per_device or row.bytes_total, _array_text(row)) for row in rows]
+    """Lists the ten arrays that take the most memory on a device, as text.
+
+    An array of which nobody knows how it is sharded has the bytes of all devices, and says so.
+    """
+    sizes = []
+    for row in rows:
+        size, where = row.bytes_per_device, ""
+        if size is None:
+            size, where = row.bytes_total, " on all devices together"
+        sizes.append((size, f"  {_array_text(row)}: {bytes_text(size)}{where}"))
     sizes.sort(key=lambda pair: -pair[0])
-    lines = (f"  {name}: {bytes_text(size)}" for size, name in sizes)
-    return "\n".join(errors.shortened(lines, "  "))
+    return "\n".join(errors.shortened((line for _, line in sizes), "  "))
 
 
 def assert_no_resharding(
