@@ -185,6 +185,11 @@ class PeakTest(parameterized.TestCase):
         memory = dataclasses.replace(report.memory, temporaries=report.memory.arguments + 1)
         text = message(assert_peak_below, dataclasses.replace(report, memory=memory), 1)
         assert "The largest activations:\n  model.up, shape (16, 256): " in text
+        # Of an array that is sharded in an unknown way, only the bytes of all devices are known.
+        rows = [dataclasses.replace(row, bytes_per_device=None) for row in report.activations]
+        unknown = dataclasses.replace(report, memory=memory, activations=tuple(rows))
+        text = message(assert_peak_below, unknown, 1)
+        assert "\n  model.up, shape (16, 256): 16.0 KiB on all devices together" in text
         rows = [dataclasses.replace(row, method="logits") for row in report.activations]
         report = dataclasses.replace(report, memory=memory, activations=tuple(rows))
         assert "\n  model.up.logits(), shape (16, 256): " in message(assert_peak_below, report, 1)

@@ -1178,6 +1178,18 @@ def test_what_the_compiler_refuses_does_not_fit(monkeypatch, tmp_path):
             assert [x.replace(source, "") for x in refused.remedies] == [*found.remedies]
             assert refused.remedies[0].endswith(source) and len(found.remedies) > 1
             assert [*refused.candidates] == [*found.candidates]  # the smallest first
+            # If others are left, one of them may fit, too.
+            [head, *_, left] = [*refused.candidates]
+            fewer = dataclasses.replace(
+                refused,
+                comparison=dataclasses.replace(
+                    refused.comparison, reports={head: refused.comparison.reports[head]}
+                ),
+                left={left: refused.candidates[left]},
+            )
+            [_, line, *lines] = fewer.summary()
+            assert line.startswith(f"  perhaps one of 1 that were not compiled, {left}: a longer ")
+            assert lines == [f"  {x}" for x in refused.remedies]
 
 
 def test_plan_lists_all_hardware():
