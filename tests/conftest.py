@@ -97,10 +97,10 @@ def pytest_runtest_teardown():
 
 
 def _release_programs():
-    """Forgets all programs before Linux refuses to map more memory, at which XLA aborts.
+    """Forgets all programs before Linux refuses to map more memory.
 
-    A program takes nine mappings, and a process may have 65,530 (``vm.max_map_count``). A worker
-    compiles thousands of programs in a night.
+    A program takes nine mappings, and a process may have 65,530 (``vm.max_map_count``). Workers of
+    nights, which compile thousands of programs, have crashed in XLA's allocations.
     """
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
