@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 # Two installs into one environment at the same time would break it.
 .NOTPARALLEL:
-.PHONY: help install demo test test-slow test-sample coverage test-python test-guard test-modes test-oldest
+.PHONY: help install demo test test-all coverage test-python test-guard test-modes test-oldest
 .PHONY: test-matrix install-oldest test-debian test-tpu asan lint types docs links package wheels check
 .PHONY: nightly release-check bench models clean
 
@@ -42,28 +42,25 @@ demo: $(VENV)/.installed-demo  ## train a small sharded model and show its shard
 	$(BIN)/python examples/demo.py
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
-# Slow tests are for `make nightly`, some of them for each merge: see tests/schedule.py.
-GATES := (not slow or gate) and not nightly
-MARKS ?= not slow
-test: $(VENV)/.installed-tests  ## run all but the slow tests, with the examples in the docs
-	$(PYTEST) -m "$(MARKS)" $(PYTEST_ARGS)
+# All tests take hours. How long a case and a test function may take: see tests/schedule.py.
+MERGE := --seconds-per-case 0.15 --seconds-per-test 3
+WIDER := --seconds-per-case 1 --seconds-per-test 10
+NIGHT := --seconds-per-test 100
+DRAW ?= $(MERGE)
+test: $(VENV)/.installed-tests  ## run all quick tests, with the examples in the docs, and some of the others
+	$(PYTEST) $(DRAW) $(PYTEST_ARGS)
 
-# Of large grids, others than tests/schedule.py draws for this seed take hours: they have the mark `rest`.
-NIGHT := HYPOTHESIS_PROFILE=nightly JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) \
-  $(NNX_SHARDING_TEST_SEED:%=--hypothesis-seed=%)
-test-slow: $(VENV)/.installed-tests  ## run the tests that no gate runs
-	$(NIGHT) -m "not ($(GATES)) and not rest" $(PYTEST_ARGS)
+test-all: $(VENV)/.installed-tests  ## run all tests, of large grids many cases, with optimized programs
+	HYPOTHESIS_PROFILE=nightly JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) $(NIGHT) \
+	  $(NNX_SHARDING_TEST_SEED:%=--hypothesis-seed=%) $(PYTEST_ARGS)
 
-test-sample: $(VENV)/.installed-tests  ## run a few of the tests that no gate runs
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(PYTEST) -m sample $(PYTEST_ARGS)
+coverage: $(VENV)/.installed-tests  ## run most tests, and show which lines and branches they miss
+	$(PYTEST) $(WIDER) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
 
-coverage: $(VENV)/.installed-tests  ## run the tests of the gates and show which lines and branches they miss
-	$(NIGHT) -m "$(GATES)" --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
-
-# Only the walk differs, so these are the tests that it can break. Slow ones compare both walks.
+# Only the walk differs, so these are the tests that it can break.
 WALK_TESTS := guard graph_faults life memory modes references statics
 test-python: $(VENV)/.installed-tests  ## run the tests of the walk without the C extension
-	NNX_SHARDING_PURE_PYTHON=1 $(PYTEST) -m "not slow" $(PYTEST_ARGS) \
+	NNX_SHARDING_PURE_PYTHON=1 $(PYTEST) $(DRAW) $(PYTEST_ARGS) \
 	  $(WALK_TESTS:%=tests/test_%.py)
 
 test-guard: $(VENV)/.installed-tests  ## compare guarded calls with fresh ones, for 10,000 steps
@@ -98,7 +95,7 @@ MODES := NNX_GRAPH_MODE=0 NNX_GRAPH_UPDATES=0 JAX_ENABLE_X64=1 JAX_NUMPY_RANK_PR
 test-modes: $(VENV)/.installed-tests  ## run the core tests with other options of JAX and Flax
 	@failed=; for mode in $(MODES); do echo "== $$mode"; \
 	  case $$mode in NNX*) tests="$(GRAPHS)";; *) tests="$(NUMBERS)";; esac; \
-	  env $$mode $(PYTEST) -m "not slow" $(PYTEST_ARGS) $$(printf 'tests/test_%s.py ' $$tests) || \
+	  env $$mode $(PYTEST) $(DRAW) $(PYTEST_ARGS) $$(printf 'tests/test_%s.py ' $$tests) || \
 	    failed="$$failed $$mode"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
@@ -114,23 +111,21 @@ NOX_OLDEST = $(BIN)/nox --force-python $(OLDEST) --session "tests(oldest)"
 install-oldest: $(VENV)/.installed-matrix
 	$(NOX_OLDEST) --install-only
 
-# Slow tests of the core: those that hold a bug of the oldest releases.
-CORE_MARKS := not slow or oldest
 test-oldest: $(VENV)/.installed-matrix  ## run the core tests with the oldest Python, jax and flax
-	$(NOX_OLDEST) -- -m "$(CORE_MARKS)" $(PYTEST_ARGS) $(CORE_TESTS)
+	$(NOX_OLDEST) -- $(DRAW) $(PYTEST_ARGS) $(CORE_TESTS)
 
 # For a Python that is not installed, such as the newest.
 test-debian:  ## run the tests on the Python of Debian sid, in a chroot (as root, with debootstrap)
-	tools/test_on_debian.sh -m "$(GATES)" $(PYTEST_ARGS)
+	tools/test_on_debian.sh $(WIDER) $(PYTEST_ARGS)
 
-# All tests of the gates with the newest releases of all, which constraints.txt may not have yet, and
-# with the oldest of all; on the Pythons between them the core, which is what reads the interpreter.
+# All tests with the newest releases of all, which constraints.txt may not have yet, and with the
+# oldest of all; on the Pythons between them the core, which is what reads the interpreter.
 NOX_NEWEST = $(BIN)/nox --force-python $(PYTHON) --session "tests(newest)"
 test-matrix: $(VENV)/.installed-matrix  ## run the tests with oldest and newest jax, the core on each Python
 	@failed=; \
-	  $(BIN)/nox --session tests -- -m "$(CORE_MARKS)" $(PYTEST_ARGS) $(CORE_TESTS) || failed="$$failed core"; \
-	  $(NOX_NEWEST) -- -m "$(GATES)" $(PYTEST_ARGS) || failed="$$failed newest"; \
-	  $(NOX_OLDEST) -- -m "$(GATES)" $(PYTEST_ARGS) || failed="$$failed oldest"; \
+	  $(BIN)/nox --session tests -- $(WIDER) $(PYTEST_ARGS) $(CORE_TESTS) || failed="$$failed core"; \
+	  $(NOX_NEWEST) -- $(WIDER) $(PYTEST_ARGS) || failed="$$failed newest"; \
+	  $(NOX_OLDEST) -- $(WIDER) $(PYTEST_ARGS) || failed="$$failed oldest"; \
 	  [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 lint: $(VENV)/.installed-lint  ## check style, formatting, and that measured figures are those of a run
@@ -157,7 +152,7 @@ wheels: $(VENV)/.installed-wheels  ## build wheels for this platform (on Linux i
 check:  ## run all gates, which have to pass before a merge, and report the time of each
 	.ci/run
 
-# The gates and what they leave out: slow tests with coverage, random walks at full length, the other
+# The gates and what they leave out: all tests, their coverage, random walks at full length, the other
 # modes, all Pythons, oldest and newest releases, the TPU compiler, sanitizers, some public models.
 # Goes on after a failure, so that one night shows all of them. What a night draws is new each time.
 nightly:  ## run everything, of large grids a sample, and report the time of each part

@@ -66,6 +66,9 @@ def _write_unless_nested(key, seconds, name, backend, executable, *more):
 
 
 def pytest_configure(config):
+    # Workers send their reports to the process that started them.
+    if config.option.record_durations and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(schedule.Recorder())
     for line in configurations.ignored_warnings():
         config.addinivalue_line("filterwarnings", line)
     # All workers and stages share what they compile. Programs that tests start do not: some of them
@@ -108,9 +111,13 @@ def _release_programs():
         gc.collect()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    schedule.add_options(parser)
+
+
+def pytest_collection_modifyitems(config, items):
     configurations.skip(items)
-    schedule.mark(items, SEED)
+    schedule.select(config, items, SEED)
 
 
 @pytest.fixture

@@ -1,442 +1,96 @@
-"""When tests run that take seconds: marks by name, for tests and cases of tests in all files.
+"""Which tests run where there is not time for all, and how long each takes.
 
-The names begin with the file, without its `test_`; a name is also that of all cases of the test.
-``make nightly`` runs all tests, of large grids as many cases as `NIGHT` says. Times are CPU seconds
-with an empty compilation cache.
+A merge has minutes, and the tests take an hour. So each case gets ``--seconds-per-case``: one that
+takes five times as long runs in one merge of five. Of the cases of one test function, so many run
+that they take ``--seconds-per-test``. What runs is drawn anew each time, with the seed that pytest
+prints: a fault that a merge does not show is found some merges later, or in the next night. Without
+the options all tests run, and tests with the mark `gate` always do.
+
+``durations.json`` has the seconds of a case of each test function. A test that is not in it is new
+or quick, and runs always. ``pytest --record-durations`` writes it.
 """
 
 from __future__ import annotations
 
-import os
+import json
+import pathlib
 import random
+import re
+from collections import defaultdict
 
 import pytest
 
-# More than a second: not in `make test`, but before each merge, like all with the mark `gate`.
-GATE = (
-    "accumulation.py::test_a_stack_is_reduced_once",
-    "accumulation.py::test_batch_norm_and_dropout_on_one_axis",
-    "accumulation.py::test_equals_the_full_batch",
-    "accumulation.py::test_one_reduction[auto]",
-    "accumulation.py::test_one_reduction[explicit]",
-    "accumulation.py::test_uses_outside_of_layers_are_reduced_once",
-    "accumulated_arguments.py::test_some",
-    "accumulated_arguments.py::test_tensor_parallelism_is_kept",
-    "accumulation_grid.py::test_some",
-    "activation_reports.py::test_in_transforms_of_flax[False]",
-    "activation_reports.py::test_methods_and_pytrees",
-    "activation_reports.py::test_report_keeps_them",
-    "activation_reports.py::test_rows_are_the_outputs_of_the_modules",
-    "activation_reports.py::test_tensor_parallel_sums_the_outputs_of_rows",
-    "activations.py::TestReach::test_in_a_scan_over_stacked_layers",
-    "activations.py::test_a_cache_stays_where_the_batch_is[auto]",
-    "analysis.py::MemoryTest::test_bytes_by_path_are_those_of_the_arrays",
-    "arguments.py::KindsTest::test_structure_as_eager_metrics",
-    "arguments.py::KindsTest::test_structure_as_eager_optax_chain",
-    "arguments.py::KindsTest::test_three_calls_as_eager_and_nnx_jit_optax_chain",
-    "arguments.py::KindsTest::test_three_calls_as_eager_and_nnx_jit_rngs",
-    "axis_types.py::AutoAxesOfModulesTest::test_error_in_the_results_leaves_everything",
-    "axis_types.py::AutoAxesOfModulesTest::test_flax_transforms",
-    "axis_types.py::AutoAxesOfModulesTest::test_new_modules_and_variables",
-    "axis_types.py::AutoAxesOfModulesTest::test_training_function",
-    "axis_types.py::AutoAxesOfModulesTest::test_training_in a pytree",
-    "axis_types.py::AutoAxesOfModulesTest::test_training_keywords",
-    "axis_types.py::AutoAxesOfModulesTest::test_training_module",
-    "axis_types.py::AutoAxesOfModulesTest::test_training_scalar without a spec",
-    "axis_types.py::ExplicitAxesTest::test_module_tuple",
-    "axis_types.py::JitTest::test_training",
-    "axis_types.py::JitTest::test_types_of_results",
-    "batches.py::PaddingTest::test_batch_norm",
-    "batches.py::UnevenTest::test_every_row_once_and_in_order",
-    "capture.py::AsFlaxTest::test_program_gradients_of_perturbations",
-    "capture.py::StackedTest::test_gradients_with_a_stack",
-    "checkpoint_managers.py::test_a_manager_of_the_user",
-    "checkpoints.py::DifferencesTest::test_all_in_one_message",
-    "checkpoints.py::PartTest::test_model_without_its_optimizer_index",
-    "checkpoints.py::RoundTripTest::test_everything_is_restored",
-    "checkpoints.py::ShardingsTest::test_as_the_model_is",
-    "checkpoints.py::StepsTest::test_a_training_run_resumes",
-    "checkpoints.py::test_random_round_trips",
-    "combinations.py::test_pair",
-    "composition.py::MixedTest::test_model_of_an_outer_trace_can_be_read",
-    "composition.py::MixedTest::test_plain_jax_transforms_of_ours",
-    "composition.py::ShardedTest::test_inside_of_flax_scan_and_remat",
-    "context.py::test_a_step_is_that_of_one_device",
-    "context.py::test_dropout_of_weights",
-    "context.py::test_two_axes",
-    "context.py::test_what_is_sent",
-    "context_methods.py::test_equals_attention_in_one_matrix[",
-    "context_methods.py::test_what_is_sent",
-    "custom_derivatives.py::AsJaxTest::test_in_vmap_and_scan",
-    "docs.py::test_docstring[nnx_sharding.training.accumulation.accumulate_gradients]",
-    "docs.py::test_docstring[nnx_sharding.transforms.vmap.vmap]",
-    "docs.py::test_page[README.md]",
-    "docs.py::test_page[docs/cheatsheet.md]",
-    "docs.py::test_page[docs/guides/fsdp.md]",
-    "docs.py::test_page[docs/guides/migrating_from_flax.md]",
-    "docs.py::test_page[docs/guides/shard_map.md]",
-    "docs.py::test_page[docs/guides/split_merge.md]",
-    "docs.py::test_page[docs/guides/tensor_parallel_mlp.md]",
-    "docs.py::test_page[docs/quickstart.md]",
-    "docs.py::test_page[docs/thinking_in_shardings.md]",
-    "experts.py::test_equals_a_loop_over_all_experts[",
-    "experts.py::test_statistics",
-    "experts.py::test_training_with_fsdp_equals_one_device[Explicit]",
-    "experts.py::test_what_is_sent",
-    "exporting.py::LargerMachineTest::test_another_mesh_in_context",
-    "exporting.py::RoundTripTest::test_mesh_in_context_selects_the_devices",
-    "exporting.py::RoundTripTest::test_training",
-    "fit.py::CommittedTest::test_move",
-    "fit.py::IndivisibleTest::test_a_shape_that_changes",
-    "fit.py::IndivisibleTest::test_jit",
-    "foreign_code.py::test_an_ordered_dict_of_attributes",
-    "grad.py::AsFlaxTest::test_program_by_diff_state",
-    "grad.py::AsFlaxTest::test_program_in_jit_models_as_aux",
-    "grad.py::AsFlaxTest::test_program_in_jit_new_key_of_rngs",
-    "grad.py::AsFlaxTest::test_program_in_jit_of_a_model",
-    "grad.py::AsFlaxTest::test_program_in_jit_statistics_and_dropout",
-    "grad.py::AsFlaxTest::test_program_lora",
-    "guard.py::TestSoundness::test_random_graphs_and_changes",
-    "intercept.py::test_a_method_is_replaced_once",
-    "known_faults.py::test_a_gradient_around_a_program",
-    "known_faults.py::test_convolution",
-    "known_faults.py::test_large_sums_run_in_loops",
-    "layer_dimensions.py::test_as_much_is_sent_as_with_layers_in_front",
-    "layer_dimensions.py::test_drawn",
-    "layer_dimensions.py::test_specs",
-    "match_published.py::test_gemma3",
-    "match_published.py::test_mixtral",
-    "match_published.py::test_qwen3",
-    "match_tensors.py::test_llama",
-    "vmap_and_scan.py::AsFlaxTest::test_names_of_axes",
-    "vmap_and_scan.py::AsFlaxTest::test_program_grad_of_scan",
-    "vmap_and_scan.py::AsFlaxTest::test_program_in_jit_call_models",
-    "vmap_and_scan.py::AsFlaxTest::test_program_in_jit_scan_layers",
-    "vmap_and_scan.py::AsFlaxTest::test_program_scan_of_scan",
-    "mesh_pairs.py::test_arrays_of_another_mesh_are_taken_as_by_jax",
-    "mesh_pairs.py::test_from_one_mesh_to_another",
-    "messages.py::test_short_lists_are_complete",
-    "modes.py::ShardingInEveryModeTest::test_state_sharding_full",
-    "modules_once.py::test_capture_in_a_model_on_explicit_axes",
-    "modules_once.py::test_gradients_of_reduced_parameters[True]",
-    "modules_once.py::test_nested_modules_run_once",
-    "modules_once.py::test_results_and_state_of_all_types[explicit]",
-    "modules_once.py::test_results_and_state_of_all_types[mixed]",
-    "notebooks.py::test_all_objects_with_tables",
-    "notebooks.py::test_example_runs_and_shows_what_it_did",
-    "offloading.py::test_training[AxisType.Explicit]",
-    "optimizers.py::AsOnOneDeviceTest::test_some",
-    "options.py::TestOrderOfCalls::test_shardings_of_a_batch[True]",
-    "options.py::test_unroll_of_a_stack[order0]",
-    "package.py::test_nothing_else_is_imported",
-    "partition_report.py::AssertShardedTest::test_placed_and_declared",
-    "partition_report.py::TextTest::test_ten_thousand_parameters",
-    "pipeline.py::test_a_shard_map_over_other_axes",
-    "pipeline.py::test_a_step_on_two_stages_is_that_of_one_device_with_two_permutes_in_a_tick",
-    "plain_jax.py::ErrorsTest::test_check_tracer_leaks",
-    "plain_jax.py::TraceCountTest::test_any_sequence_of_calls",
-    "plain_jax.py::TraceCountTest::test_jax_clear_caches_traces_again",
-    "planning.py::test_axes_have_the_names_of_the_step",
-    "planning.py::test_few_rows_and_devices_of_all_numbers",
-    "planning.py::test_most",
-    "planning.py::test_uneven_batches_and_failures_are_ruled_out",
-    "planning.py::test_variants_are_searched_together",
-    "planning_measured.py::test_arguments_are_not_used",
-    "planning_measured.py::test_measuring_mends_a_wrong_order",
-    "prefetch.py::test_prefetch_computes_the_same_and_gathers_beside_the_layers[AxisType.Explicit-False]",
-    "programs.py::test_only_the_import_changes[ppo]",
-    "progress.py::test_long_work_shows_what_it_is",
-    "raw_arrays.py::TestAbstract::test_a_leaked_tracer_is_named",
-    "raw_arrays.py::TestAbstract::test_has_all_arrays[eval_shape]",
-    "raw_arrays.py::TestAbstract::test_has_all_arrays_of_a_module_that_is_no_pytree[eval_shape]",
-    "raw_arrays.py::TestBuffers::test_arrays_without_variables_are_parameters",
-    "raw_arrays.py::TestBuffers::test_layers_of_plain_arrays",
-    "raw_arrays.py::TestCheckpoint::test_saved_and_restored",
-    "raw_arrays.py::TestListed::test_in_reports_and_tables[eval_shape]",
-    "raw_arrays.py::TestPlaced::test_every_way",
-    "raw_arrays.py::test_numbers_in_containers_need_no_spec",
-    "remat.py::SameTest::test_flags_stay_what_they_are",
-    "remat.py::SameTest::test_program_statistics_and_dropout",
-    "references.py::StateOfLibraryObjectsTest::test_batch_norm_and_dropout",
-    "references.py::StateOfLibraryObjectsTest::test_rngs_advance",
-    "references.py::StateOfLibraryObjectsTest::test_rngs_shared_by_modules",
-    "returned.py::test_same_as_flax",
-    "rules.py::MetadataTest::test_a_model_as_flax_reads_it",
-    "rules.py::PatternTest::test_as_filters",
-    "safetensors.py::LlamaTest::test_load_and_save",
-    "same.py::ShardMapTest::test_right_programs",
-    "seeded_faults.py::test_some",
-    "sent.py::test_a_sequence_is_what_is_said_by_hand",
-    "sent.py::test_no_cache_of_the_users_is_gathered",
-    "sent.py::test_only_a_loss_outside_of_the_model_is_warned_of",
-    "sent.py::test_some",
-    "shard_map.py::MeshTest::test_abstract_mesh_in_context",
-    "shard_map.py::MeshTest::test_another_mesh_later",
-    "shard_map.py::MeshTest::test_specs_inferred_on_an_explicit_mesh",
-    "shardings.py::MeshTest::test_argument",
-    "shardings.py::MeshTest::test_model_made_in_the_context",
-    "shardings.py::PlacementTest::test_second_call_transfers_nothing",
-    "slices.py::test_a_plan_and_its_run_have_one_program",
-    "specs_as_jax.py::FormatTest::test_in_a_state_sharding_AUTO",
-    "specs_as_jax.py::FormatTest::test_in_a_state_sharding_column-major",
-    "split_merge.py::RoundTripTest::test_model_and_optimizer",
-    "split_merge.py::RoundTripTest::test_random_graphs",
-    "stack.py::AsListTest::test_call_groups",
-    "stack.py::AsListTest::test_gradients",
-    "stack.py::AsListTest::test_training_plain",
-    "stack.py::AsListTest::test_unroll",
-    "stack.py::InsideTest::test_jaxpr_does_not_grow",
-    "stack.py::InsideTest::test_policy_by_pairs",
-    "stack.py::InsideTest::test_remat_in_each_layer",
-    "stack.py::MadeTest::test_a_stream_and_the_state_of_streams",
-    "stack.py::MadeTest::test_logical_axes",
-    "stack.py::MadeTest::test_nested",
-    "stack_elsewhere.py::test_checkpoint",
-    "stack_elsewhere.py::test_parameters_are_gathered_along_any_dimension_of_layers",
-    "state_sharding.py::AsInFlaxTest::test_new_model",
-    "state_sharding.py::RuleTest::test_any_order_of_filters_decides_as_in_flax",
-    "static_rules.py::test_drawn_classes[0-",
-    "strategies.py::PytreeTest::test_as_one_argument",
-    "strategies.py::SmallArraysTest::test_layers_of_a_stack_count_alone",
-    "strategies.py::TrainingTest::test_strategies",
-    "tensor_parallel.py::TensorParallelTest::test_every_gate",
-    "tpu_programs.py::test_flops_by_hand[stack_step]",
-    "tpu_programs.py::test_fsdp_in_a_loop_over_layers",
-    "unreduced.py::DescriptionTest::test_optimizer",
-    "unreduced.py::GradientTest::test_microbatches",
-)
-
-# Only nightly: the longest ones, of whose behaviour faster tests show most.
-NIGHTLY = (
-    "context_methods.py::test_equals_attention_in_one_matrix_at_random",
-    "accumulated_arguments.py::test_many",
-    "accumulation.py::test_equals_a_loop_over_microbatches",
-    "activation_reports.py::test_paths_are_in_the_names_of_operations",
-    "axis_types.py::AutoAxesOfModulesTest::test_argument_in_the_result",
-    "axis_types.py::AutoAxesOfModulesTest::test_decorated_method",
-    "axis_types.py::AutoAxesOfModulesTest::test_training_bound method",
-    "axis_types.py::ExplicitAxesTest::test_module_mapping",
-    "capture.py::AsFlaxTest::test_program_scan_in_vmap",
-    "capture.py::StackedTest::test_layers_of_layers",
-    "demo.py::CommandLineTest::test_all_checks_pass",
-    "docs.py::test_docstring[nnx_sharding.experimental.dispatch.dispatch_to_experts]",
-    "docs.py::test_docstring[nnx_sharding.planning.plan.plan]",
-    "docs.py::test_page[docs/guides/long_contexts.md]",
-    "docs.py::test_page[docs/cookbook/",
-    "docs.py::test_page[docs/faq.md]",
-    "docs.py::test_page[docs/guides/accumulation.md]",
-    "docs.py::test_page[docs/guides/activations.md]",
-    "docs.py::test_page[docs/guides/batches.md]",
-    "docs.py::test_page[docs/guides/checkpoints.md]",
-    "docs.py::test_page[docs/guides/choosing_specs.md]",
-    "docs.py::test_page[docs/guides/custom_kernels.md]",
-    "docs.py::test_page[docs/guides/debugging_communication.md]",
-    "docs.py::test_page[docs/guides/deep_models.md]",
-    "docs.py::test_page[docs/guides/pipeline.md]",
-    "docs.py::test_page[docs/guides/planning.md]",
-    "docs.py::test_page[docs/guides/randomness.md]",
-    "docs.py::test_page[docs/guides/safetensors.md]",
-    "docs.py::test_page[docs/guides/testing.md]",
-    "docs.py::test_page[docs/llama.md]",
-    "docs.py::test_page[docs/retraces.md]",
-    "experts.py::test_equals_a_loop_over_all_experts_in_float64",
-    "experts.py::test_in_a_pipeline",
-    "experts.py::test_in_a_stack_with_recomputation",
-    "experts.py::test_training_with_fsdp_equals_one_device[Auto]",
-    "exporting.py::ManifestTest::test_same_function_same_bytes",
-    "flax_names.py::test_docstrings_of_flax_with_our_names",
-    "grad.py::AsFlaxTest::test_program_in_jit_by_several_diff_states",
-    "grad.py::AsFlaxTest::test_program_in_jit_pytree_of_modules",
-    "known_faults.py::test_convolutions_without_rows_inputs_or_outputs",
-    "known_faults.py::test_drawn_convolution",
-    "vmap_and_scan.py::AsFlaxTest::test_other_modes",
-    "vmap_and_scan.py::AsFlaxTest::test_program_in_jit_grad_of_scan",
-    "mesh_pairs.py::test_arrays_that_have_no_mesh_yet",
-    "modules_once.py::test_gradients_of_reduced_parameters[False]",
-    "optimizers.py::AsOnOneDeviceTest::test_constants_in_the_state",
-    "page.py::",
-    "planning.py::test_a_crash_ends_one_compiler",
-    "planning.py::test_a_mesh_of_the_user_and_names_by_role",
-    "planning.py::test_a_pipeline_is_a_candidate_for_a_stack",
-    "planning.py::test_equals_brute_force",
-    "planning.py::test_figures_are_in_the_persistent_cache",
-    "planning.py::test_near_brute_force",
-    "planning.py::test_processes_report_the_same",
-    "planning.py::test_slices_along_the_stages_of_a_pipeline",
-    "planning.py::test_what_a_schedule_sends_is_predicted",
-    "planning_measured.py::test_those_that_do_not_run_keep_their_estimates",
-    "programs.py::test_checkpoint[gemma]",
-    "programs.py::test_checkpoint[resnet]",
-    "programs.py::test_only_the_import_changes[gemma]",
-    "programs.py::test_only_the_import_changes[resnet]",
-    "programs.py::test_sharded[gemma]",
-    "programs.py::test_sharded[resnet]",
-    "raw_arrays.py::TestPlaced::test_with_an_optimizer[eval_shape]",
-    "reach.py::test_a_hundred_cells",
-    "returned.py::test_same_as_flax_in_many_cases",
-    "ring.py::test_a_stack_with_fsdp_over_both_axes",
-    "ring.py::test_memory_falls_with_the_number_of_devices",
-    "same.py::CollectiveTest::test_training_on_both_kinds_of_axes",
-    "same.py::TrueMeshTest::test_a_process_of_its_own",
-    "seeded_faults.py::test_all",
-    "sent.py::test_many",
-    "sent.py::test_models_of_one_row_are_mapped_over_sharded_rows",
-    "sent.py::test_our_vmap_takes_unmapped_parameters_that_layers_gather",
-    "stack.py::AsListTest::test_arguments_of_the_layers",
-    "stack.py::AsListTest::test_call_nested",
-    "stack.py::AsListTest::test_training_shared_dropout",
-    "stack_elsewhere.py::test_placed_initialized_and_checked",
-    "static_rules.py::test_drawn_classes[1-",
-    "static_rules.py::test_drawn_classes[2-",
-    "static_rules.py::test_drawn_classes[3-",
-    "static_rules.py::test_drawn_classes[4-",
-    "static_rules.py::test_drawn_classes[5-",
-)
-
-# Of these cases, so many run before a merge, drawn at random like all that tests draw.
-DRAWN = {
-    "accumulated_arguments.py::test_some": 1,
-    "accumulated_arguments.py::test_tensor_parallelism_is_kept": 1,
-    "accumulation.py::test_a_stack_is_reduced_once": 1,
-    "accumulation.py::test_equals_the_full_batch": 1,
-    "accumulation.py::test_uses_outside_of_layers_are_reduced_once": 1,
-    "activation_reports.py::test_fsdp_gathers_weights_and_sums_gradients": 1,
-    "activations.py::TestExplicitAxes::test_heads_stay_sharded_where_the_sequence_was": 1,
-    "array_sharder.py::ParamTest::test_a_trace_gives_shardings_with_the_spec": 3,
-    "axis_types.py::JitTest::test_training": 1,
-    "batches.py::StateTest::test_grain": 3,
-    "checkpoints.py::ShardingsTest::test_optimizers": 2,
-    "combinations.py::test_pair": 1,
-    "context.py::test_a_step_is_that_of_one_device": 1,
-    "context.py::test_dropout_of_weights": 1,
-    "context.py::test_two_axes": 1,
-    "context_methods.py::test_equals_attention_in_one_matrix[": 4,
-    "context_methods.py::test_memory_does_not_grow_with_the_square_of_the_length": 1,
-    "context_methods.py::test_what_is_sent": 2,
-    "crashes.py::test_at_drawn_calls": 1,
-    "custom_derivatives.py::AsJaxTest::test_sharded": 1,
-    "details_as_jax.py::TestCapturedArrays::test_warning": 5,
-    "experts.py::test_equals_a_loop_over_all_experts[": 1,
-    "experts.py::test_unused_places_have_no_part_in_gradients[": 2,
-    "experts.py::test_unused_places_have_no_part_in_gradients_of_scales": 3,
-    "flax_behaviour.py::test_as_flax": 15,
-    "flax_behaviour.py::test_difference": 8,
-    "flax_names.py::test_beside_compat_of_flax": 2,
-    "flax_names.py::test_functions_of_flax[": 4,
-    "foreign_code.py::test_an_ordered_dict_of_attributes": 1,
-    "gpu_programs.py::test_convolutions_of_a_library_are_those_of_xla": 3,
-    "guard_machine.py::GuardMachineTest::test_one_change": 60,
-    "hijax.py::test_values_of_a_hijax_type": 1,
-    "interrupts.py::test_at_each_line": 6,
-    "known_faults.py::test_convolution": 1,
-    "layer_dimensions.py::test_drawn": 1,
-    "life.py::TestLife::test_static_objects": 2,
-    "match_published.py::test_mixtral[": 1,
-    "match_tensors.py::test_llama[": 2,
-    "match_tensors.py::test_rules_that_fit_but_are_wrong_fail_the_proof[": 3,
-    "memory_kinds.py::test_some": 5,
-    "mesh_pairs.py::test_shard_map_reshards_the_arrays_that_jax_reshards": 6,
-    "mistakes.py::MistakesTest::test_message_about_200_layers": 12,
-    "mistakes.py::MistakesTest::test_transforms": 20,
-    "modules_once.py::test_nested_modules_run_once": 1,
-    "pipeline.py::test_a_warning_where_layers_do_not_run_in_stages": 6,
-    "pipeline.py::test_arguments_with_a_declared_sharding_of_rows[": 2,
-    "pipeline.py::test_arguments_with_rows[": 2,
-    "pipeline.py::test_shardings_of_its_activations_keep_the_pipeline": 1,
-    "pipeline_1f1b.py::test_gradients_are_those_of_one_device": 1,
-    "pipeline_1f1b.py::test_gradients_are_reduced_once_after_the_loop": 1,
-    "pipeline_grid.py::test_equals_one_device": 1,
-    "plain_jax.py::ShardMapTest::test_same_as_jax": 12,
-    "positions.py::test_jit_as_in_jax": 3,
-    "positions.py::test_remat_as_in_jax": 1,
-    "progress.py::test_each_compilation_logs_one_line": 2,
-    "raw_arrays.py::TestAbstract::test_has_all_arrays": 3,
-    "raw_arrays.py::TestCheckpoint::test_saved_and_restored": 1,
-    "raw_arrays.py::TestPlaced::test_every_way": 1,
-    "reach.py::test_each_way": 16,
-    "remat.py::SameTest::test_gradients_with_any_policy": 2,
-    "returned.py::test_carry": 2,
-    "sent.py::test_a_sequence_is_what_is_said_by_hand": 1,
-    "stack.py::test_ints_are_settings": 2,
-    "stack_elsewhere.py::test_parameters_are_gathered_along_any_dimension_of_layers": 1,
-    "stages.py::AheadOfTimeTest::test_a_call_compiles_nothing_more": 3,
-    "strategies.py::TrainingTest::test_strategies": 1,
-    "surroundings.py::test_computations_stay_on_the_host": 6,
-    "surroundings.py::test_random_streams_as_flax": 4,
-    "surroundings.py::test_variables_of_other_kinds": 8,
-    "tpu_programs.py::test_loops_are_as_written_out": 4,
-    "transform_nesting.py::test_some_programs": 12,
-    "unreduced.py::GradientTest::test_microbatches": 1,
-    "vmap_and_scan.py::AsFlaxTest::test_prefix": 2,
-}
-
-# Of these grids, so many cases run in a night, drawn anew for each: all of them took three hours of
-# CPU. ``NNX_SHARDING_TEST_ALL=1`` runs the rest as well.
-NIGHT = {
-    "context_methods.py::test_equals_attention_in_one_matrix_at_random": 40,
-    "known_faults.py::test_drawn_convolution": 30,
-    "pipeline.py::test_arguments_with_a_declared_sharding_of_rows[": 24,
-    "pipeline_1f1b.py::test_gradients_are_those_of_one_device": 12,
-    "pipeline_grid.py::test_equals_one_device": 24,
-    "reach.py::test_a_hundred_cells": 12,
-    "seeded_faults.py::test_all": 80,
-    "surroundings.py::test_under_jax": 8,
-    "transform_nesting.py::test_all_programs_to_depth_2": 24,
-    "transform_nesting.py::test_on_every_mesh": 20,
-}
-
-# Of all that only nights run, a merge runs so many tests and cases as well (`make test-sample`),
-# drawn anew for each: one that no longer passes is found within days, without a night.
-SAMPLE = 20
+FILE = pathlib.Path(__file__).with_name("durations.json")
+# Of tests that take less, all cases run, so the file has no figure of them.
+SHORTEST = 0.1
+# Times of one test differ from run to run. A figure that is not so wrong stays: diffs are short.
+TOLERANCE = 1.5
 
 
-def mark(items: list[pytest.Item], seed: str) -> None:
-    """Marks the tests above as `slow`, and as `gate`, `nightly`, `rest` or `sample`."""
-    names = [(item, item.nodeid.removeprefix("tests/test_")) for item in items]
-    for item, name in names:
-        if name.startswith(GATE):
-            item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.gate)
-        if name.startswith(NIGHTLY):
-            _mark_nightly(item)
-    drawn: set[str] = set()
-    for prefix, count in DRAWN.items():
-        cases, kept = _draw(names, prefix, count, seed)
-        drawn |= kept
-        for item, name in cases:
-            if name not in kept:
-                _mark_nightly(item)
-    if not os.environ.get("NNX_SHARDING_TEST_ALL"):
-        _mark_rest(names, drawn, seed)
-    only_nights = [(item, name) for item, name in names if _runs_in_nights_only(item)]
-    cases, kept = _draw(only_nights, "", SAMPLE, seed)
-    for item, name in cases:
-        if name in kept:
-            item.add_marker(pytest.mark.sample)
+def add_options(parser: pytest.Parser) -> None:
+    group = parser.getgroup("schedule", "which tests run")
+    group.addoption("--seconds-per-case", type=float, metavar="S", help="on average, at most S")
+    group.addoption("--seconds-per-test", type=float, metavar="S", help="all cases of a function")
+    group.addoption("--record-durations", action="store_true", help=f"write {FILE.name}")
 
 
-def _mark_rest(names: list[tuple[pytest.Item, str]], drawn: set[str], seed: str) -> None:
-    for prefix, count in NIGHT.items():
-        cases, kept = _draw(names, prefix, count, seed)
-        for item, name in cases:
-            if name not in kept | drawn:
-                item.add_marker(pytest.mark.rest)
+def function_of(nodeid: str) -> str:
+    """Returns the name of the function whose case this is, without ``tests/test_`` in front.
+
+    Cases of absl's parameterized tests are methods with a number at the end.
+    """
+    return re.sub(r"\d+$", "", nodeid.split("[")[0]).removeprefix("tests/test_")
 
 
-def _draw(
-    names: list[tuple[pytest.Item, str]], prefix: str, count: int, seed: str
-) -> tuple[list[tuple[pytest.Item, str]], set[str]]:
-    """Returns the cases whose names begin so, and the names of those that are drawn."""
-    cases = [(item, name) for item, name in names if name.startswith(prefix)]
-    sorted_names = sorted(name for _, name in cases)
-    return cases, set(random.Random(seed).sample(sorted_names, min(count, len(cases))))
+def select(config: pytest.Config, items: list[pytest.Item], seed: str) -> None:
+    """Deselects the tests that are not drawn."""
+    per_case, per_test = config.option.seconds_per_case, config.option.seconds_per_test
+    durations = json.loads(FILE.read_text(encoding="utf-8"))
+    functions = defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("gate"):
+            functions[function_of(item.nodeid)].append(item.nodeid)
+    left_out: set[str] = set()
+    for name, cases in functions.items():
+        share = share_of(durations.get(name, 0.0), len(cases), per_case, per_test)
+        # The seed of each function is its own: another test that is added changes no other draw.
+        draw = random.Random(f"{seed} {name}")
+        count = int(share * len(cases) + draw.random())  # on average so many
+        left_out.update(draw.sample(sorted(cases), len(cases) - count))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
 
 
-def _mark_nightly(item: pytest.Item) -> None:
-    item.add_marker(pytest.mark.slow)
-    item.add_marker(pytest.mark.nightly)
+def share_of(seconds: float, cases: int, per_case: float | None, per_test: float | None) -> float:
+    """Returns which share of the cases of a function runs, of which one takes so many seconds."""
+    share = 1.0
+    if seconds and per_case is not None:
+        share = min(share, per_case / seconds)
+    if seconds and per_test is not None:
+        share = min(share, per_test / (seconds * cases))
+    return share
 
 
-def _runs_in_nights_only(item: pytest.Item) -> bool:
-    marks = {mark.name for mark in item.iter_markers()}
-    return "rest" not in marks and ("nightly" in marks or ("slow" in marks and "gate" not in marks))
+class Recorder:
+    """Measures the tests that run, and writes their times. Others keep their figures."""
+
+    def __init__(self) -> None:
+        """The process that hears of all workers has one."""
+        self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Adds a phase of a test: what it sets up, its call, what it tears down."""
+        if not report.skipped:
+            self._seconds[function_of(report.nodeid)][report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        """Writes the file."""
+        durations = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+        for name, cases in self._seconds.items():
+            mean, before = sum(cases.values()) / len(cases), durations.get(name, 0.0)
+            if mean < SHORTEST:
+                durations.pop(name, None)
+            elif not before / TOLERANCE < mean < before * TOLERANCE:
+                durations[name] = float(f"{mean:.2g}")
+        text = json.dumps(durations, indent=0, sort_keys=True)
+        FILE.write_text(text + "\n", encoding="utf-8")

@@ -298,6 +298,5 @@ def test_some(case):
     check(case)
 
 
-@pytest.mark.slow
 def test_many():
     try_all(check, of_a_night(all_cases(), 160))

@@ -83,12 +83,9 @@ CASES = {
     "one device": lambda: jit(loss).lower(sequential(nnx.Rngs(0)), jnp.ones((ROWS, WIDTH))),
     **{name: PROGRAMS[name] for name in PROGRAMS if name != "mlp"},
 }
-SLOW = {*PROGRAMS, "stack, explicit"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_sums_are_those_of_the_program(name):
     compiled = CASES[name]().compile()
     table = compiled.by_line(hardware="TPU v5e")

@@ -35,9 +35,7 @@ def table(mlp):
     return mlp.by_module(hardware="TPU v5e")
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp", *(pytest.param(x, marks=pytest.mark.slow) for x in PROGRAMS if x != "mlp")]
-)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_sums_are_those_of_xla(name, request):
     compiled = request.getfixturevalue("mlp") if name == "mlp" else PROGRAMS[name]().compile()
     table, total = compiled.by_module(), compiled.by_module().total()

@@ -6,10 +6,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
-pytestmark = pytest.mark.slow
-
 PROGRAM = """\
 import jax
 import jax.numpy as jnp

@@ -285,7 +285,6 @@ def test_a_full_disk(tmp_path):
         assert checkpoints.save(2, tree)
 
 
-@pytest.mark.slow
 def test_killed_while_saving(tmp_path):
     random.seed(0)
     start = 0

@@ -22,8 +22,6 @@ sys.path.append(str(WORKER.parent))
 import checkpoint  # noqa: E402
 import failing_alone  # noqa: E402
 
-pytestmark = pytest.mark.slow
-
 
 class CheckpointProcessesTest(absltest.TestCase):
     @pytest.fixture(autouse=True)
@@ -37,7 +35,6 @@ class CheckpointProcessesTest(absltest.TestCase):
         self.assertEqual(found, code, out + self.err)
         return out
 
-    @pytest.mark.gate
     def test_one_process_and_two(self):
         """At the end one is killed while it trains; two others resume the run, and one."""
         killed = self.folder / "killed"
@@ -66,21 +63,17 @@ class CheckpointProcessesTest(absltest.TestCase):
     def test_one_process_and_four(self):
         self.exchange(4)
 
-    @pytest.mark.gate
     def test_each_of_two_fails_alone(self):
         """In some operations, which are drawn."""
         cases = random.sample(sorted(failing_alone.CASES), 3)
         self.fail_alone(2, *cases)
 
-    @pytest.mark.nightly
     def test_each_of_two_fails_alone_in_each_operation(self):
         self.fail_alone(2)
 
-    @pytest.mark.nightly
     def test_each_of_four_fails_alone_in_each_operation(self):
         self.fail_alone(4)
 
-    @pytest.mark.nightly
     def test_one_fails_where_devices_or_orbax_wait(self):
         for name in failing_alone.LAST:
             for rank in range(2):
@@ -107,7 +100,6 @@ class CheckpointProcessesTest(absltest.TestCase):
             start = int(last)
             self.assertGreater(start, int(first))
 
-    @pytest.mark.oldest
     def test_a_hundred_arrays_of_three(self):
         many = {"worker": WORKER.with_name("many.py"), "devices": 6}
         self.assertIn("[1] ok", self.launch(3, self.folder, **many))

@@ -719,7 +719,6 @@ Of another dtype (cast=True converts among floats and among integers):
 
 # When one read fails, Orbax does not cancel the others, whose event loop is then closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.slow
 class DamageTest(FolderTest):
     def test_every_file(self):
         self.damage()

@@ -278,7 +278,6 @@ class CommandTest(parameterized.TestCase):
         self.assertEqual(code, 2)
         self.assertIn("did you mean not-divisible?", error)
 
-    @pytest.mark.slow
     def test_output_that_nobody_reads(self):
         reading, writing = os.pipe()
         os.close(reading)
@@ -288,7 +287,6 @@ class CommandTest(parameterized.TestCase):
         self.assertEqual((done.returncode, done.stderr), (128 + signal.SIGPIPE, b""))
 
     @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-    @pytest.mark.slow
     def test_sigterm_ends_a_search_and_its_compilers(self):
         cache, data = self.folder / "cache", self.folder / "plan.json"
         command = [sys.executable, "-m", "nnx_sharding", "plan", f"{self.path}:step"]
@@ -644,8 +642,6 @@ class CommandTest(parameterized.TestCase):
         assert out.count("zero1") == out.count("pipeline") == 1
         assert "--devices N" in out and "number of devices to plan for" in out
 
-    @pytest.mark.slow
-    @pytest.mark.gate
     def test_virtual_devices_in_a_process_of_its_own(self):
         words = ["inspect", f"{self.module}.py:own_mesh", "--devices", "64", "--json", "-"]
         environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
@@ -657,8 +653,6 @@ class CommandTest(parameterized.TestCase):
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         assert ProgramReport.from_json(done.stdout).num_devices == 64
 
-    @pytest.mark.slow
-    @pytest.mark.gate
     def test_same(self):
         """Compares a smaller step, in a process of its own, and names the first wrong module."""
         program = Path(self.folder, "same_steps.py")

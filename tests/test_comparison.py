@@ -613,7 +613,6 @@ class DiffTest(parameterized.TestCase):
             diff(planned(), 3)
 
 
-@pytest.mark.slow
 class ExampleTest(parameterized.TestCase):
     CONFIG = plan_7b.Config(
         vocabulary=64, features=32, hidden=96, heads=4, layers=2, context=16, batch=16

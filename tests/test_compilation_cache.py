@@ -9,10 +9,7 @@ import subprocess
 import sys
 import tempfile
 
-import pytest
 from absl.testing import absltest
-
-pytestmark = pytest.mark.slow
 
 # What might make keys differ: names of arguments and axes, orders of sets and dicts, addresses.
 PROGRAM = """

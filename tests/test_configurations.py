@@ -1,7 +1,8 @@
-"""The tests that ``make test-modes`` skips or `schedule` marks exist, and the files of ``CORE``."""
+"""The tests that ``make test-modes`` skips and those with durations exist; which share runs."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -33,17 +34,25 @@ class ConfigurationsTest(absltest.TestCase):
             methods = METHOD.findall(bodies[name])
             self.assertTrue(any(start.startswith(m) or start in m for m in methods), pattern)
 
-    def test_what_is_scheduled_exists(self):
-        names = [*schedule.GATE, *schedule.NIGHTLY]
-        self.assertLen(set(names), len(names))
-        for name in (*names, *schedule.DRAWN, *schedule.NIGHT):
+    def test_tests_with_durations_exist(self):
+        """Names of parameterized tests go on behind those of their functions."""
+        for name in json.loads(schedule.FILE.read_text(encoding="utf-8")):
             file, *_, test = name.split("::")
-            text = (TESTS / f"test_{file}").read_text(encoding="utf-8")
-            if test.startswith("test_page["):
-                page = TESTS.parent / test.removeprefix("test_page[").removesuffix("]")
-                self.assertTrue(page.exists(), name)
-            found = re.findall(r"def (test_\w*)", text)
-            self.assertTrue(any(test.startswith(x) for x in found) or not test, name)
+            found = re.findall(r"def (test_\w*)", (TESTS / f"test_{file}").read_text("utf-8"))
+            self.assertTrue(any(test.startswith(x) or x.startswith(test) for x in found), name)
+
+    def test_share_of_cases(self):
+        for seconds, cases, per_case, per_test, share in (
+            (0.0, 500, 0.1, 2, 1),  # new, or quick
+            (9.0, 500, None, None, 1),
+            (0.1, 20, 0.1, 2, 1),
+            (0.1, 40, 0.1, 2, 0.5),
+            (0.4, 1, 0.1, 2, 0.25),
+            (0.4, 40, 0.1, 2, 0.125),
+            (9.0, 10, None, 30, 1 / 3),
+        ):
+            found = schedule.share_of(seconds, cases, per_case, per_test)
+            self.assertAlmostEqual(found, share)
 
     def test_core_tests_exist(self):
         makefile = TESTS.with_name("Makefile").read_text(encoding="utf-8")

@@ -295,7 +295,6 @@ def check_in_mode(**modes):
     assert_same(*states)
 
 
-@pytest.mark.slow
 class AllProgramsTest(parameterized.TestCase):
     @parameterized.named_parameters(*named(PROGRAMS))
     def test_as_in_python(self, program):

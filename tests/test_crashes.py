@@ -1,7 +1,6 @@
 """Writers that are killed or stopped at a call that changes the disk leave the old or the new.
 
-``processes/crashing.py`` says what is tested. Before a merge, calls of some kinds are drawn; all of
-them run nightly.
+``processes/crashing.py`` says what is tested.
 """
 
 from __future__ import annotations
@@ -28,12 +27,9 @@ KINDS = (
     "page",
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        sys.platform != "linux" or not shutil.which("gcc"), reason="needs LD_PRELOAD and gcc"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not shutil.which("gcc"), reason="needs LD_PRELOAD and gcc"
+)
 
 
 def run(kind, folder, *calls):
@@ -48,7 +44,6 @@ def run(kind, folder, *calls):
     return json.loads(ended.stdout)[kind]
 
 
-@pytest.mark.gate
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_drawn_calls(kind, tmp_path):
     calls = [random.randrange(10**6) for _ in range(2)]

@@ -19,8 +19,6 @@ import demo
 
 from nnx_sharding.analysis import parameter_table
 
-pytestmark = [pytest.mark.slow, pytest.mark.gate]
-
 MESH = demo.make_mesh({"data": 2, "model": 4})
 FLAG = "--xla_force_host_platform_device_count"
 

@@ -20,7 +20,9 @@ BLOCKS = Sybil([PythonCodeBlockParser(doctest_optionflags=doctest.ELLIPSIS)])
 
 
 def pages() -> list[Path]:
+    """The pages with examples, without README.md, which :func:`test_readme` runs each time."""
     found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    found.remove(ROOT / "README.md")
     return sorted(p for p in found if "_build" not in p.parts and list(BLOCKS.parse(p)))
 
 
@@ -68,6 +70,15 @@ def test_there_are_eight_devices():
 # spread them over processes.
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_page(page):
+    run_page(page)
+
+
+@pytest.mark.gate
+def test_readme():
+    run_page(ROOT / "README.md")
+
+
+def run_page(page):
     with cache_for(page.read_text(encoding="utf-8")):
         for example in BLOCKS.parse(page):
             example.evaluate()

@@ -33,8 +33,6 @@ from nnx_sharding.checkpoint import restore
 from nnx_sharding.partition import make_mesh
 from zoo import mesh_of
 
-pytestmark = pytest.mark.slow
-
 LAUNCH = ["-m", "nnx_sharding", "launch", "--processes", "2", "--devices-per-process", "4"]
 # Compiling takes most of the time of these processes, and less without optimization.
 QUICK = os.environ["XLA_FLAGS"] + " --xla_backend_optimization_level=0"

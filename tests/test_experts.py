@@ -131,7 +131,6 @@ def test_equals_a_loop_over_all_experts(case):
     assert statistics.tokens.sum() == GROUPS * TOKENS * case["k"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("names", [("rows",), ("outer", "data")])
 def test_rows_stay_where_jit_has_them(names, kind):

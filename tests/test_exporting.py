@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 from jax.sharding import AbstractMesh
@@ -721,7 +720,6 @@ loaded.save(f"{folder}/again.zip")
 """
 
 
-@pytest.mark.slow
 class OtherProcessTest(Case):
     def test_without_the_code_of_the_model(self):
         class Model(nnx.Module):

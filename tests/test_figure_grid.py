@@ -286,14 +286,11 @@ def check(programs):
     return [sum(column) for column in zip(*(counts for _, *counts in results), strict=True)]
 
 
-@pytest.mark.slow
-@pytest.mark.gate
 def test_figures_of_some_programs():
     """Others in each run; the header shows the seed that draws them again."""
     check(map(Program, random.Random(SEED).sample(range(COUNT), 4)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_figures_of_all_programs(part, record_property):
     """At least 500 cells in all, of which a few are None, each with a reason."""

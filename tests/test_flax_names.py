@@ -169,7 +169,6 @@ def test_functions_of_flax(program):
     check_functions(program, *random.choice(SURROUNDINGS))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", flax_functions.PROGRAMS)
 def test_functions_of_flax_everywhere(program):
     try_all(lambda case: check_functions(program, *case), SURROUNDINGS)

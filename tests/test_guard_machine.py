@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import jax
-import pytest
 from absl.testing import parameterized
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -46,8 +45,6 @@ from machine import (
     step,
     uncached,
 )
-
-pytestmark = pytest.mark.slow
 
 # Eight families and a light one: 10,080 steps, which take minutes. `make test-guard` does all of
 # them, other runs of the tests a quarter.
@@ -178,13 +175,11 @@ class GuardMachineTest(parameterized.TestCase):
         assert not hits or hits["held"] >= hits["asked"] / 8, hits
 
     @parameterized.named_parameters((name.replace(" ", "_"), name) for name in SCENARIOS)
-    @pytest.mark.gate
     def test_one_change(self, name: str):
         with watching_guards():
             run_scenario(name)
 
 
-@pytest.mark.gate
 class MachineTest(parameterized.TestCase):
     """What the tests above rely on."""
 

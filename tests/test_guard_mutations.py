@@ -26,8 +26,6 @@ from nnx_sharding.core.guard.walk import OPENERS, PythonWalk
 from nnx_sharding.core.transform import Transform
 
 # In each merge, since a method that is renamed has to be renamed here.
-pytestmark = [pytest.mark.slow, pytest.mark.gate]
-
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 

@@ -8,7 +8,6 @@ import random
 
 import jax
 import jax.numpy as jnp
-import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import given
 from hypothesis import strategies as st
@@ -415,7 +414,6 @@ WORDS = st.sampled_from(
 )  # fmt: skip
 
 
-@pytest.mark.slow
 class AnyTextTest(absltest.TestCase):
     @given(st.text(alphabet=CHARACTERS) | st.text())
     def test_characters(self, text):

@@ -16,6 +16,8 @@ import pytest
 
 import nnx_sharding
 
+pytestmark = pytest.mark.gate  # what any change may break
+
 ROOT = Path(nnx_sharding.__file__).parent
 
 

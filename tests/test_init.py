@@ -64,7 +64,6 @@ KINDS = ["auto", "explicit"]
 ROUNDING = 0 if jax.__version_info__ < (0, 11) else 3e-7
 
 
-@pytest.mark.slow
 class ShardedInitTest(parameterized.TestCase):
     @parameterized.product(
         kind=KINDS, make=[MLP, Net, lambda: nnx.LSTMCell(8, 16, rngs=nnx.Rngs(3))]

@@ -371,7 +371,6 @@ jax.block_until_ready(found)
     ],
     ids=["collector", "collector-python", "finalizers", "finalizers-python", "queue"],
 )
-@pytest.mark.slow
 def test_programs(program, pure, monkeypatch):
     monkeypatch.setenv("NNX_SHARDING_PURE_PYTHON", pure)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")

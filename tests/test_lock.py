@@ -326,7 +326,6 @@ def test_commands(tmp_path, monkeypatch, capsys):
     assert "[lines]\n" in (tmp_path / "other.lock").read_text()
 
 
-@pytest.mark.slow
 def test_option_of_pytest(tmp_path):
     (tmp_path / "conftest.py").write_text('pytest_plugins = "nnx_sharding.testing.pytest_options"')
     test = """\

@@ -347,7 +347,6 @@ class MemoryTestCase(parameterized.TestCase):
         cls.addClassCleanup(gc.unfreeze)
 
 
-@pytest.mark.slow
 class DroppedModelsTest(MemoryTestCase):
     """Models that are made, called and dropped, while the jitted function lives on."""
 
@@ -1111,7 +1110,6 @@ ORDINARY = {
 }
 
 
-@pytest.mark.slow
 class GuardedUsesTest(parameterized.TestCase):
     @parameterized.named_parameters((name, make) for name, make in ORDINARY.items())
     def test_third_call_splits_nothing(self, make):
@@ -1125,7 +1123,6 @@ class GuardedUsesTest(parameterized.TestCase):
         assert splits.count == 0
 
 
-@pytest.mark.slow
 class ThreadsTest(parameterized.TestCase):
     """One jitted function in many threads, while others make and drop models."""
 
@@ -1315,7 +1312,6 @@ def walks(cases: Iterable[str] = ()) -> Any:
     )
 
 
-@pytest.mark.slow
 class ReferenceCountsTest(MemoryTestCase):
     def assert_stable(
         self, run: Callable[[], Any], *watched: Any, times: int, slack: int = 0

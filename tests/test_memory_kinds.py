@@ -39,7 +39,6 @@ def test_some(operation, tmp_path):
     operation(memories.Case(kind, "large", "sharded", random.choice([*AxisType][:2])), tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("operation", memories.OPERATIONS.values(), ids=lambda x: x.__name__)
 def test_all(operation, axis_type, tmp_path):
@@ -49,7 +48,6 @@ def test_all(operation, axis_type, tmp_path):
         operation(memories.Case(*words, axis_type), folder)
 
 
-@pytest.mark.slow
 def test_two_processes(tmp_path, capfd):
     options = ["--processes", "2", "--devices-per-process", "4", "--timeout", "600"]
     code = main(["launch", *options, str(WORKER), str(tmp_path)])

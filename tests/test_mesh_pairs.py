@@ -143,7 +143,6 @@ ALL = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("spec", [P(), P("d"), P(None, "d")])
 def test_all_pairs_on_the_same_devices(spec):
     for one, other in itertools.permutations(ALL, 2):

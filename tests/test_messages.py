@@ -147,6 +147,7 @@ def test_warnings_of_a_command_name_the_function_of_the_user():
     assert [(x.filename, x.lineno) for x in caught] == [(__file__, line) for line in lines]
 
 
+@pytest.mark.gate
 def test_packages_are_known_before_they_are_imported():
     code = (
         "import sys, nnx_sharding.errors as errors\n"

@@ -14,7 +14,6 @@ from unittest import mock
 
 import jax
 import numpy as np
-import pytest
 from absl.testing import parameterized
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -124,7 +123,6 @@ class MistakesTest(parameterized.TestCase):
             with self.subTest(name):
                 self.assert_short(name, large(depth=6, count=40))
 
-    @pytest.mark.slow
     @parameterized.named_parameters((name, name) for name in MISTAKES)
     def test_message_about_200_layers(self, name: str):
         self.assert_short(name, large(depth=12, count=200))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import os
 import random
 import re
 
@@ -154,16 +153,9 @@ def _less_optimized():
 
 
 CASES = [(axes, strategy) for axes in AXIS_TYPES for strategy in NAMES]
-CHOSEN = random.Random(os.environ["NNX_SHARDING_TEST_SEED"]).sample(CASES, 2)
 
 
-@pytest.mark.parametrize(
-    ("axes", "strategy"),
-    [
-        pytest.param(*c, marks=() if c in CHOSEN else pytest.mark.slow, id=" ".join(c))
-        for c in CASES
-    ],
-)
+@pytest.mark.parametrize(("axes", "strategy"), CASES)
 def test_nested_modules_run_once(axes, strategy):
     seed = random.randrange(1000)
     fun = random.choice([loss, direct])

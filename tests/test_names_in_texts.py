@@ -10,6 +10,10 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.gate  # what any change may break
+
 ROOT = Path(__file__).parents[1]
 DOTTED = re.compile(r"(?<![\w./-])nnx_sharding(?:\.[A-Za-z_]\w*)+")
 IMPORT = re.compile(r"from (nnx_sharding[\w.]*) import (\([^)]*\)|[^\n(]+)")

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from absl.testing import parameterized
 from flax import nnx
 from optax import contrib
@@ -230,7 +229,6 @@ class AsOnOneDeviceTest(parameterized.TestCase):
         self.check(["optimistic_gradient_descent", "dog"], "zero1", "auto")
 
     @parameterized.parameters(*range(0, len(OPTIMIZERS), 4))
-    @pytest.mark.slow
     def test_all(self, start):
         """Few at once, or devices wait too long for each other."""
         names = sorted(OPTIMIZERS, key=lambda name: name in AMPLIFYING)[start : start + 4]
@@ -239,7 +237,6 @@ class AsOnOneDeviceTest(parameterized.TestCase):
                 self.check(names, strategy, kind)
 
     @parameterized.product(kind=["auto", "explicit"])
-    @pytest.mark.slow
     def test_line_search(self, kind):
         """The loss that it calls has the axis types around the update."""
 

@@ -30,6 +30,7 @@ def test_unknown_names():
         nnx_sharding.placment  # noqa: B018
 
 
+@pytest.mark.gate
 def test_nothing_else_is_imported():
     unwanted = [*(f"nnx_sharding.{name}" for name in ON_DEMAND), "orbax.checkpoint.checkpointers"]
     unwanted = [name for name in unwanted if name not in NEEDED]

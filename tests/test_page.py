@@ -26,8 +26,6 @@ from nnx_sharding.report.comparison import Failure
 from nnx_sharding.report.page import html_page, write_html
 from zoo import MLP, P, mesh_of, mlp_specs
 
-pytestmark = pytest.mark.slow
-
 MIB = 2**20
 
 

@@ -50,7 +50,6 @@ def held(array):
     return -(-array.nbytes // 2) if array.dtype == "int4" else array.nbytes
 
 
-@pytest.mark.slow
 class BytesTest(parameterized.TestCase):
     """The bytes of the report are those on the devices."""
 

@@ -150,11 +150,10 @@ def test_an_input_on_no_mesh_of_explicit_axes():
         step.lower(blocks, jax.ShapeDtypeStruct((8, 4), "float32"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "repeats", "kind"),
     [
-        pytest.param(None, 1, AxisType.Explicit, marks=pytest.mark.gate),
+        (None, 1, AxisType.Explicit),
         (functools.partial(fsdp, min_size=0), 2, AxisType.Auto),
         (functools.partial(fsdp, min_size=0), 1, AxisType.Explicit),
         (tensor_parallel, 1, AxisType.Auto),
@@ -308,7 +307,6 @@ class Telling(nnx.Module):
         return x
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
 @pytest.mark.parametrize(
     ("as_list", "remat", "repeats"),
@@ -354,7 +352,6 @@ class Masked(nnx.Module):
         return jnp.tanh(self.dense(x)) * mask[:, None] * (2.0 if is_double else 1.0) + scale, mask
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
 def test_a_stack_alone_with_pairs_of_inputs_and_further_arguments(kind):
     def run(blocks, x, mask, scale):

@@ -97,7 +97,6 @@ def test_equals_one_device(case):
     assert (ticks - repeats * microbatches) / ticks == idle_share(stages, microbatches, repeats)
 
 
-@pytest.mark.slow
 def test_accumulation_around_a_pipeline():
     gradient = accumulate_gradients(cross_entropy, steps=2)
     sent = shifts(trained(Block, True, 2, 4, 1, "fsdp", AxisType.Auto, gradient)[0])
@@ -105,7 +104,6 @@ def test_accumulation_around_a_pipeline():
     assert {each.bytes for each in sent} == {ROWS // 2 // 4 // 2 * LENGTH * WIDTH * 4}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 def test_with_repeats_layers_move_once_in_a_step(stages):
     found, model = trained(Block, True, stages, stages, 2, "", AxisType.Auto)
@@ -123,7 +121,6 @@ def test_with_repeats_layers_move_once_in_a_step(stages):
     assert sum(each.bytes for each in sent) <= 2 * 2 * held
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 def test_flops_have_the_idle_share(stages):
     """Stages that wait compute as well, so that the bound of the time has what they wait."""
@@ -140,7 +137,6 @@ def test_flops_have_the_idle_share(stages):
     assert few / many == pytest.approx(wanted, rel=0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_activations_in_memory(remat):
     """Of each further microbatch, a stage keeps what its ticks need for the backward pass."""

@@ -115,7 +115,6 @@ def test_a_way_that_is_kept_is_of_equal_moves_only(target, change):
         np.testing.assert_array_equal(new, values)
 
 
-@pytest.mark.slow
 class EveryWayTest(parameterized.TestCase):
     @parameterized.parameters("numpy", *PLACES)
     def test_from(self, name):

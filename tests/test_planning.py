@@ -197,10 +197,7 @@ OPTIONS = {"hardware": "TPU v5e", "donate_argnums": (0, 1)}
 
 
 @pytest.mark.usefixtures("compile_here")
-@pytest.mark.slow  # all but the smallest nightly
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.gate] * (name == "mlp")) for name in MODELS]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_equals_brute_force(name, tmp_path):
     args = program(name)
     styles = ("tensor", "sequence") if name == "mlp" else ("tensor",)
@@ -282,8 +279,6 @@ def test_unknown_memory_does_not_fit(monkeypatch):
     assert {each.variant for each in found.candidates.values()} == {"one", "two"}
 
 
-@pytest.mark.slow
-@pytest.mark.gate
 def test_best_runs_on_a_mesh_with_its_axes():
     def make():
         model = MLP(nnx.Rngs(0), WIDTH, 8 * WIDTH)
@@ -314,8 +309,6 @@ def test_most(tmp_path):
 
 
 @pytest.mark.usefixtures("compile_here")
-@pytest.mark.slow
-@pytest.mark.gate
 def test_slices():
     args = program("mlp")
     names = ["dp", "fsdp", "hsdp", "hsdp + tensor"]
@@ -355,8 +348,6 @@ def test_axes_have_the_names_of_the_step():
 
 
 @pytest.mark.usefixtures("compile_here")
-@pytest.mark.slow
-@pytest.mark.gate
 def test_own_strategies():
     def mine(model, optimizer, x):
         sharding = fsdp(model, axis="model", optimizer=optimizer)
@@ -560,8 +551,6 @@ def test_figures_are_in_the_persistent_cache(tmp_path, uncached):
     assert found[0][0] == found[1][0] == low.compile().report()
 
 
-@pytest.mark.slow
-@pytest.mark.gate
 def test_a_crash_ends_one_compiler(uncached):
     (_, _, way), *_ = all_strategies([])
     low, _ = lowered(way, train_step, program("mlp"), {})
@@ -579,8 +568,6 @@ def test_a_crash_ends_one_compiler(uncached):
         process.close()
 
 
-@pytest.mark.slow
-@pytest.mark.gate
 def test_a_compiler_ends_with_its_search():
     """In the middle of a program, where it does not read what its search sends."""
     program = f"""
@@ -853,10 +840,7 @@ def test_recipes_import_what_exists():
 # Some losses are outside of the model, so that the strategy of the recipe gathers what it returns.
 @pytest.mark.filterwarnings("ignore:.*operations outside of modules")
 @pytest.mark.usefixtures("compile_here")
-@pytest.mark.slow  # all but one nightly
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.gate] * (x == "another order")) for x in PROGRAMS]
-)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_the_recipe_is_the_program(name, tmp_path):
     step, args, strategies, variants = PROGRAMS[name]
     options = OPTIONS | {"donate_argnums": 0, "strategies": strategies, "variants": variants}
@@ -915,8 +899,6 @@ def test_an_optimizer_belongs_to_the_model_whose_parameters_its_state_has():
 
 
 @pytest.mark.usefixtures("compile_here")
-@pytest.mark.slow
-@pytest.mark.gate
 @pytest.mark.parametrize("rows", [16, 1024])
 def test_near_brute_force(rows, tmp_path):
     """Compiling a third of the candidates finds one that is at most 3 % slower than the best."""
@@ -1140,8 +1122,6 @@ def refuse(monkeypatch, limit, error):
 
 
 @pytest.mark.usefixtures("compile_here")
-@pytest.mark.slow
-@pytest.mark.gate
 def test_what_the_compiler_refuses_does_not_fit(monkeypatch, tmp_path):
     """The same as if it was compiled, and its report had the peak."""
 
@@ -1340,7 +1320,6 @@ def test_one_program_takes_one_slot():
 
 
 @pytest.mark.usefixtures("compile_here")
-@pytest.mark.slow
 def test_says_which_method_of_attention_wins():
     """Four heads: four devices can exchange them, eight cannot."""
     model = nnx.eval_shape(lambda: stack([layer(nnx.Rngs(0)) for _ in range(2)]))
@@ -1357,7 +1336,6 @@ def test_says_which_method_of_attention_wins():
     assert of_four["all_to_all"] < min(of_four["ring"], of_four["all_gather"])
 
 
-@pytest.mark.slow
 def test_predictions_of_a_large_model_take_seconds(monkeypatch):
     """All candidates of an 8.9-billion model on 16 devices: at most 14 ms of CPU for each."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1])

@@ -141,7 +141,7 @@ newest_rules = pytest.mark.skipif(
 
 @newest_rules
 @pytest.mark.parametrize("fun", FUNCTIONS, ids=lambda fun: fun.__name__)
-@pytest.mark.parametrize("count", [8, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, 10_000])
 def test_jit_as_in_jax(fun, count):
     every = cases(fun)
     for options, make_call in random.sample(every, min(count, len(every))):

@@ -103,10 +103,7 @@ def check(make, **options):
 
 @pytest.mark.parametrize(
     ("axis_types", "tensor"),
-    [
-        pytest.param(AxisType.Auto, True, marks=pytest.mark.slow),
-        (AxisType.Explicit, False),
-    ],
+    [(AxisType.Auto, True), (AxisType.Explicit, False)],
 )
 def test_prefetch_computes_the_same_and_gathers_beside_the_layers(axis_types, tensor):
     options = {"axis_types": axis_types, "tensor": tensor}
@@ -132,7 +129,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", range(8))
 def test_prefetch_computes_the_same_in_any_combination(number):
     drawn = np.random.default_rng(number).integers(len(CASES))
@@ -146,14 +142,12 @@ def test_prefetch_computes_the_same_in_any_combination(number):
     assert_overlappable(after)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axis_types", [AxisType.Auto, AxisType.Explicit])
 def test_stacks_in_a_stack_gather_their_own_layers_ahead(axis_types):
     _, after = check(lambda: Model(stack(Pair, 2, rngs=nnx.Rngs(0))), axis_types=axis_types)
     assert_overlappable(after)
 
 
-@pytest.mark.slow
 def test_what_layers_share_is_gathered_in_each_layer():
     def make():
         blocks = [Residual(rngs=nnx.Rngs(i), **PLAIN) for i in range(LAYERS)]
@@ -164,13 +158,11 @@ def test_what_layers_share_is_gathered_in_each_layer():
     check(make, axis_types=AxisType.Explicit)
 
 
-@pytest.mark.slow
 def test_unrolled_layers_gather_ahead():
     _, after = check(lambda: Model(stack(Residual, 4, **PLAIN, rngs=nnx.Rngs(0), unroll=2)))
     assert_overlappable(after, layers=2)
 
 
-@pytest.mark.slow
 def test_further_arguments_and_captured_arrays_have_gradients():
     def scaled(model, x, scale):
         def step(block, x, weight):
@@ -184,7 +176,6 @@ def test_further_arguments_and_captured_arrays_have_gradients():
     assert_overlappable(after)
 
 
-@pytest.mark.slow
 def test_a_weak_type_becomes_that_of_the_layers():
     def of_constant(model, x):
         scale = jnp.arange(1.0, WIDTH + 1).astype(jnp.bfloat16)
@@ -195,7 +186,6 @@ def test_a_weak_type_becomes_that_of_the_layers():
     check(lambda: Model(stack(Half, LAYERS, rngs=nnx.Rngs(0))), loss=of_constant)
 
 
-@pytest.mark.slow
 def test_residuals_have_no_gathered_parameters():
     before, after = check(model_of)
     stacked = f"f32[{LAYERS},{WIDTH},{4 * WIDTH}]"

@@ -23,8 +23,6 @@ from nnx_sharding.cli.main import main
 from nnx_sharding.testing import launch, launcher
 from zoo import mesh_of
 
-pytestmark = pytest.mark.slow
-
 WORKERS = Path(__file__).parent / "processes"
 PREAMBLE = """
 import os, signal, subprocess, sys, time

@@ -32,10 +32,6 @@ from programs.harness import (
 from zoo import mesh_of
 
 MESH = mesh_of((2, 4), ("data", "model"))
-# A transformer, a loop with random numbers, and BatchNorm; the others nightly.
-FEW = ("gemma", "ppo", "resnet")
-SOME = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-GATE = [pytest.param(name, marks=pytest.mark.gate) if name in FEW else name for name in NAMES]
 MODES = {"no updates": {"graph": True, "graph_updates": False}, "tree": {"graph": False}}
 
 
@@ -65,7 +61,7 @@ def assert_equal(ours, theirs, **tolerance):
             np.testing.assert_allclose(mine[path], value, err_msg=path, **tolerance)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", NAMES)
 def test_only_the_import_changes(name):
     ours = Run(PROGRAMS[name], nnx_sharding.jit)
     assert_equal(ours, stock(name), rtol=1e-6)
@@ -78,15 +74,13 @@ def assert_results_near(results, name):
         np.testing.assert_allclose(results[path], value, 2e-3, 2e-3, err_msg=path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GATE)
+@pytest.mark.parametrize("name", NAMES)
 def test_sharded(name):
     run, _ = sharded(name, "fsdp")
     assert_results_near(run.results, name)
     assert run.counts["train_step"] == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "rules", "logical"])
 @pytest.mark.parametrize("name", NAMES)
 def test_sharded_in_other_ways(name, kind):
@@ -97,7 +91,6 @@ def test_sharded_in_other_ways(name, kind):
     assert run.counts["train_step"] == 1
 
 
-@pytest.mark.slow
 def test_tensor_parallelism_of_modules_of_the_user():
     run, _ = sharded("gemma", "tensor")
     for attention in (layer.attn for layer in run.objects[0].layers):
@@ -105,7 +98,6 @@ def test_tensor_parallelism_of_modules_of_the_user():
         assert attention.attn_vec_einsum.w.sharding.spec == P("model", None, None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp", "tensor"])
 @pytest.mark.parametrize("name", NAMES)
 def test_on_an_explicit_mesh(name, kind):
@@ -128,8 +120,7 @@ def test_on_an_explicit_mesh(name, kind):
     assert kind == "tensor" or not gathered
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GATE)
+@pytest.mark.parametrize("name", NAMES)
 def test_checkpoint(name, tmp_path):
     program, (run, specs) = PROGRAMS[name], sharded(name, "fsdp")
     save(tmp_path / "checkpoint", run.objects)
@@ -140,7 +131,6 @@ def test_checkpoint(name, tmp_path):
         np.testing.assert_array_equal(found[path], value, err_msg=path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_reports(name):
     program, (_, specs) = PROGRAMS[name], sharded(name, "fsdp")
@@ -153,7 +143,6 @@ def test_reports(name):
     assert "fsdp" in str(comparison) and "train_step" in str(report)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_export(name, tmp_path):
     program, (run, specs) = PROGRAMS[name], sharded(name, "fsdp")
@@ -166,7 +155,6 @@ def test_export(name, tmp_path):
         np.testing.assert_allclose(mine, theirs, 1e-5, 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_created_sharded(name):
     program, (run, _) = PROGRAMS[name], sharded(name, "fsdp")
@@ -177,7 +165,6 @@ def test_created_sharded(name):
     assert_results_near(results, name)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")  # of Flax's own jit
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)

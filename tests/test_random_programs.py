@@ -6,7 +6,6 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from absl.testing import parameterized
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
@@ -23,8 +22,6 @@ from graphs import (
     reachable,
     snapshot,
 )
-
-pytestmark = pytest.mark.slow
 
 EXAMPLES = max(160, settings().max_examples)
 PLAIN = ("node", "other", "list", "dict")

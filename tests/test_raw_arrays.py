@@ -595,7 +595,6 @@ def built(recipe, rngs, known):
     return holder
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::nnx_sharding.errors.UnusedFilterWarning")
 @pytest.mark.filterwarnings("ignore::nnx_sharding.errors.UnshardedWarning")  # of small models
 @settings(max_examples=25)
@@ -612,7 +611,6 @@ def test_strategies_of_any_model_do_not_need_its_data(recipe, kind):
         assert reports[0].ok and reports[0].as_dict() == reports[1].as_dict()
 
 
-@pytest.mark.slow
 @settings(max_examples=20)
 @given(MODEL)
 def test_any_model_is_created_as_its_shape_says(recipe):

@@ -203,7 +203,6 @@ def test_same_as_flax(transform, changes, returned, modes, has_variable):
     assert_same(transform, changes, returned, modes, has_variable)
 
 
-@pytest.mark.slow
 @settings(max_examples=1000)
 @given(
     st.sampled_from(TRANSFORMS),

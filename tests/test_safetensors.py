@@ -917,7 +917,6 @@ class ErrorTest(TestCase):
         assert len([*folder.iterdir()]) == len([*blobs.iterdir()]) == 4
 
 
-@pytest.mark.slow
 class ProcessesTest(TestCase):
     @pytest.fixture(autouse=True)
     def _surroundings(self, capfd):

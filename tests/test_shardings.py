@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from absl.testing import parameterized
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
@@ -821,7 +820,6 @@ class DonationTest(parameterized.TestCase):
         self.assertEqual(int(model.count[...]), 0)
 
 
-@pytest.mark.slow
 class TrainingTest(parameterized.TestCase):
     @staticmethod
     def step(model, optimizer, x, y):

@@ -79,7 +79,6 @@ class TrainingTest(parameterized.TestCase):
 
     @pytest.mark.filterwarnings("ignore:.*operations outside of modules")
     @parameterized.product(model=[*MODELS], kind=["auto", "explicit"])
-    @pytest.mark.slow
     def test_models(self, model, kind):
         self.check(model, "both", kind)
 
@@ -88,11 +87,9 @@ class TrainingTest(parameterized.TestCase):
         model=["attention", "words", "resnet", "lstm", "mixture"],
         name=[name for name in STRATEGIES if name != "both"],
     )
-    @pytest.mark.slow
     def test_others(self, model, name):
         self.check(model, name, "explicit")
 
-    @pytest.mark.slow
     def test_the_optimizer_holds_the_model(self):
         def update(optimizer, x):
             grads = nnx.grad(lambda model: (model(x) ** 2).mean())(optimizer.model)

@@ -248,14 +248,11 @@ def test_some_under_jax():
 
 
 @new
-@pytest.mark.slow
-@pytest.mark.gate
 def test_more_under_jax():
     check_some(random.sample(PAIRS, 5))
 
 
 @new
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_under_jax(name):
     check_some([pair for pair in PAIRS if pair[1] is NAMES[name]] * 2)

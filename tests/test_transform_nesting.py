@@ -68,14 +68,12 @@ def test_a_failure_changes_nothing(transform, compiled):
     assert snapshot(model) == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("outer", [jit, shard_map, flax_jit], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("program", OF_OBJECTS, ids=lambda x: x.__name__)
 def test_objects_in_nested_calls(program, outer):
     check((program, outer), "graph=True,updates=True")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_on_every_mesh(name, mesh):
@@ -83,7 +81,6 @@ def test_on_every_mesh(name, mesh):
         check(transforms, "graph=True,updates=True", mesh=mesh)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("inner", sorted(ALL, key=lambda x: x.__name__), ids=lambda x: x.__name__)
 def test_all_programs_to_depth_2(inner, mode):
@@ -101,7 +98,6 @@ def test_all_programs_to_depth_2(inner, mode):
         )
 
 
-@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.sampled_from([*TRANSFORMS]), min_size=3, max_size=3).filter(lambda x: exists(*x)),

@@ -6,7 +6,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import pytest
 from absl.testing import parameterized
 from jax import lax
 
@@ -143,7 +142,6 @@ class TripCountTest(parameterized.TestCase):
         assert parse(without).trip_counts == written
 
 
-@pytest.mark.slow
 def test_loops_in_loops_take_no_time():
     text = LOOP[LOOP.index("%test") : LOOP.index("ENTRY")]
     parts = {"TEST": "%i.1, %limit), direction=LT", "NEXT": "add(%i.2, %step)"}
