@@ -7,7 +7,6 @@ import contextlib
 import functools
 import inspect
 import itertools
-import random
 import re
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from jax.experimental.layout import Format, Layout
 import flax_functions
 import nestings
 import nnx_sharding
-from draws import try_all
 from libraries import MODES, OURS, Transforms, assert_same
 from nestings import MESHES, NAMES
 
@@ -155,23 +153,15 @@ def test_arguments_have_the_names_of_flax(name):
     ]
 
 
-def check_functions(program, transform, mode, kind):
+@pytest.mark.parametrize("program", flax_functions.PROGRAMS)
+@pytest.mark.parametrize(("transform", "mode", "kind"), SURROUNDINGS)
+def test_functions_of_flax(program, transform, mode, kind):
     function = flax_functions.PROGRAMS[program]
     if not all(hasattr(nnx, name.partition(".")[0]) for name in program.split()):
         pytest.skip("This Flax does not have them.")
     mesh = kind and jax.make_mesh((2, 4), ("data", "model"), axis_types=MESHES[kind])
     run = transform(Transforms(nnx_sharding, **MODES[mode]), function)
     assert_same(outcome_of(run, mesh), outcome_of(function), rtol=1e-5)
-
-
-@pytest.mark.parametrize("program", flax_functions.PROGRAMS)
-def test_functions_of_flax(program):
-    check_functions(program, *random.choice(SURROUNDINGS))
-
-
-@pytest.mark.parametrize("program", flax_functions.PROGRAMS)
-def test_functions_of_flax_everywhere(program):
-    try_all(lambda case: check_functions(program, *case), SURROUNDINGS)
 
 
 @pytest.mark.parametrize("library", [nnx, nnx_sharding], ids=["flax", "ours"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import pathlib
-import random
 import sys
 import types
 
@@ -33,19 +32,11 @@ import memories  # noqa: E402
 CASES = [*itertools.product(memories.KINDS, memories.SIZES, memories.SPECS)]
 
 
-@pytest.mark.parametrize("operation", memories.OPERATIONS.values(), ids=lambda x: x.__name__)
-def test_some(operation, tmp_path):
-    kind = random.choice(memories.KINDS[1:])
-    operation(memories.Case(kind, "large", "sharded", random.choice([*AxisType][:2])), tmp_path)
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("operation", memories.OPERATIONS.values(), ids=lambda x: x.__name__)
-def test_all(operation, axis_type, tmp_path):
-    for words in CASES:
-        folder = tmp_path / "-".join(words)
-        folder.mkdir()
-        operation(memories.Case(*words, axis_type), folder)
+@pytest.mark.parametrize("words", CASES, ids="-".join)
+def test_operations(words, operation, axis_type, tmp_path):
+    operation(memories.Case(*words, axis_type), tmp_path)
 
 
 def test_two_processes(tmp_path, capfd):

@@ -1,9 +1,9 @@
 """A catalogue of seeded faults: which are caught, what is named, and that right programs pass.
 
 Each fault of `faults` is of a kind that public reports tell of. It runs in four surroundings, and
-so does its twin: the right program that differs from it in one expression. A few cells run before
-each merge, all of them at night. With ``SEEDED_FAULTS=results.jsonl`` in the environment, all cells
-leave a line in that file, from which tools/draw_seeded_faults.py writes the page.
+so does its twin: the right program that differs from it in one expression. With
+``SEEDED_FAULTS=results.jsonl`` in the environment, all cells leave a line in that file, from which
+tools/draw_seeded_faults.py writes the page.
 """
 
 from __future__ import annotations
@@ -16,19 +16,14 @@ import pytest
 
 from faults import FAULTS, SURROUNDINGS, check
 
-# One of each place where a fault may be, each in other surroundings.
-SAMPLE = {
-    "gradient of a column parallel input not summed": "tensor",
-    "masked loss averaged on each shard": "fsdp",
-    "dropout with another key for replicas": "fsdp and tensor",
-    "weight decay scaled by the number of shards": "data parallel",
-}
-
 # Missed: `jit` does not warn of captured arrays that are replicated.
 MISSED = {("evaluation captures the weights of its first call", "data parallel")}
 
 
-def run_cell(name, around, is_wrong):
+@pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong", "right"])
+@pytest.mark.parametrize("around", SURROUNDINGS)
+@pytest.mark.parametrize("name", FAULTS)
+def test_is_caught_or_passes(name, around, is_wrong):
     start = time.process_time()
     text, is_named = check(name, around, is_wrong)
     if results := os.environ.get("SEEDED_FAULTS"):
@@ -42,16 +37,3 @@ def run_cell(name, around, is_wrong):
         assert is_named, text or "nothing is said"
     else:
         assert not text, text
-
-
-@pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong", "right"])
-@pytest.mark.parametrize("name", SAMPLE)
-def test_some(name, is_wrong):
-    run_cell(name, SAMPLE[name], is_wrong)
-
-
-@pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong", "right"])
-@pytest.mark.parametrize("around", SURROUNDINGS)
-@pytest.mark.parametrize("name", FAULTS)
-def test_all(name, around, is_wrong):
-    run_cell(name, around, is_wrong)

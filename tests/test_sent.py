@@ -22,7 +22,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import random
 import warnings
 
 import jax
@@ -36,7 +35,6 @@ from jax.sharding import PartitionSpec as P
 
 import nnx_sharding
 import zoo
-from draws import of_a_night, try_all
 from nnx_sharding import jit, value_and_grad
 from nnx_sharding.analysis import collectives_of
 from nnx_sharding.errors import UnshardedWarning
@@ -292,7 +290,8 @@ def plain(cell, kind):
     return sent(lowered.compile(), mesh)
 
 
-def check(cell):
+@pytest.mark.parametrize("cell", CELLS, ids=repr)
+def test_sent(cell):
     sizes, seen = ours(cell)
     alike = dataclasses.replace(cell, types="auto")
     compilers, said = plain(alike, unsaid), plain(alike, by_hand(cell))
@@ -307,19 +306,10 @@ def check(cell):
     assert not more, (cell, more, sizes, said)
 
 
-def test_some():
-    for cell in random.sample(CELLS, 3):
-        check(cell)
-
-
 @pytest.mark.parametrize("types", TYPES)
 def test_a_sequence_is_what_is_said_by_hand(types):
     """Axes that are Auto around the model stay the compiler's in it."""
-    check(Cell("sequence", types, "parameters", "method", "whole", True))
-
-
-def test_many():
-    try_all(check, of_a_night(CELLS, 60))
+    test_sent(Cell("sequence", types, "parameters", "method", "whole", True))
 
 
 @pytest.mark.parametrize("types", ["explicit", "columns explicit"])

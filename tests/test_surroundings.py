@@ -243,13 +243,9 @@ PAIRS = [
 
 
 @new
-def test_some_under_jax():
+@pytest.mark.parametrize("number", range(4))
+def test_some_under_jax(number):
     check_some(random.sample(PAIRS, 2))
-
-
-@new
-def test_more_under_jax():
-    check_some(random.sample(PAIRS, 5))
 
 
 @new
