@@ -3,7 +3,7 @@
 The results are those of a run of the whole catalogue, some twenty minutes of one core:
 
     export SEEDED_FAULTS=results.jsonl
-    python -m pytest -n 2 -m "" tests/test_seeded_faults.py -k test_all
+    python -m pytest -n 2 tests/test_seeded_faults.py
 """
 
 from __future__ import annotations
