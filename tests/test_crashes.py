@@ -54,6 +54,6 @@ def test_at_drawn_calls(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_all_calls(kind, tmp_path):
     for counts in run(kind, tmp_path).values():
-        # Threads of TensorStore join their writes if they can, so that each run has its own number of
+        # Threads of TensorStore join their writes if they can, so each run has its own number of
         # calls: on a loaded machine 94 where the first had 104.
         assert min(counts["killed"], counts["stopped"]) >= 0.8 * counts["calls"], counts

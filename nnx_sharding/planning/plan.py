@@ -572,7 +572,7 @@ def _why_left(compiled: Comparison, search: Search, time_limit: float | None) ->
         return f"not compiled within {time_limit} s"
     if search.maximize:  # larger batches that are left would be better if they fit
         return f"not among the {count} that were compiled (most={search.most})"
-    return f"the {count} compiled are predicted to be better"
+    return f"before any was compiled, {count} others were predicted to be better"
 
 
 def _with_modules_of_best(
