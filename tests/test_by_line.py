@@ -129,6 +129,30 @@ def test_layers_are_folded(auto):
     assert row.flops == pytest.approx((3 - 1 / LAYERS) * product, rel=0.05)
 
 
+def test_products_whose_names_the_compiler_drops():
+    """XLA for CPUs drops those of batched products if a device has one row, not if it has two."""
+
+    def turned(x):
+        a, b = jnp.split(x, 2, -1)
+        return jnp.concatenate([a * 0.6 - b * 0.8, b * 0.6 + a * 0.8], -1)
+
+    def attention(x, kernel):
+        q, k = turned(x @ kernel), turned(x)
+        return jax.nn.dot_product_attention(q, k, x).sum()
+
+    def flops_by_line(rows):
+        x, kernel = jnp.ones((rows, 64, 4, 32)), jnp.ones((32, 32))
+        step = jit(jax.grad(attention, argnums=(0, 1)), in_shardings=(P("data"), P()), mesh=mesh)
+        table = step.lower(x, kernel).compile().by_line()
+        return {row.code: row.flops for row in table.rows if row.flops}
+
+    mesh = make_mesh({"data": 8})
+    one, two = flops_by_line(8), flops_by_line(16)
+    assert one.keys() == two.keys()
+    for code, flops in one.items():
+        assert two[code] == pytest.approx(2 * flops, rel=0.2), code
+
+
 def test_no_line_that_compiles_is_listed(auto):
     files = {row.file for row in auto.by_line().rows}
     assert files == {__file__, None}

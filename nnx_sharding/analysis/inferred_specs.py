@@ -51,7 +51,7 @@ def compiled_values(
       whole: the program before it is partitioned, which has all specs; None if it is not there.
       sizes: the sizes of the mesh axes.
     """
-    finder = LineFinder(whole or module, [value.line for value in made if value.line])
+    finder = LineFinder(whole or module, made)
     keyed = [*finder.keys(modules)]  # pairs of a key and an instruction
     if whole is not None:
         specs = _written_specs(keyed, sizes)

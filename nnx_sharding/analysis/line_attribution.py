@@ -47,11 +47,10 @@ def line_table(
       measured: the times of the instructions of a program of this trace; None without a profile.
     """
     # Cost and memory are summed by place. The places of a `LineFinder` are lines.
-    code_lines = [value.line for value in made if value.line]
-    finder = LineFinder(program.module, code_lines)
+    finder = LineFinder(program.module, made)
     times = None
     if measured is not None:
-        times = seconds_by_place(LineFinder(measured.module, code_lines), measured)
+        times = seconds_by_place(LineFinder(measured.module, made), measured)
     # Lines without a cost have rows, too.
     places = [*(Place(path, backward=False) for path in finder.lines), UNKNOWN]
     no_arguments = Arguments(program.module, ())  # No line makes arguments, so none are given.

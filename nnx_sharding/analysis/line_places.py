@@ -8,7 +8,7 @@ of a place is a line, ``model.py:12``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from .collectives import Collective
@@ -16,7 +16,11 @@ from .hlo import Module
 from .instructions import Instruction
 from .names import module_of, operations
 from .places import Place, PlaceFinder
-from .traced_values import Line
+from .traced_values import Line, MadeValue
+
+# Products of matrices, in a trace and in a program.
+_TRACED_PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
+_PRODUCTS = {"dot", "convolution"}
 
 
 class OperationKey(NamedTuple):
@@ -36,12 +40,14 @@ class LineFinder(PlaceFinder):
 
     Attributes:
       lines: these lines by the path of their place, such as ``model.py:12``.
+      _product_paths: the paths of those in which the trace has a product of matrices.
       _places_of_lines: the place of each line, by (file, line). The pass is forward for all.
     """
 
-    def __init__(self, module: Module, lines: Iterable[Line]):
+    def __init__(self, module: Module, made: Sequence[MadeValue]):
         super().__init__(module, module_paths=(), parameter_modules={})
-        self.lines: dict[str, Line] = {line_path(line): line for line in lines}
+        self.lines: dict[str, Line] = {line_path(x.line): x.line for x in made if x.line}
+        self._product_paths = {line_path(x.line) for x in made if x.operation in _TRACED_PRODUCTS}
         # A line has one place for both passes.
         self._places_of_lines = {line: Place(path, False) for path, line in self.lines.items()}
 
@@ -84,9 +90,21 @@ class LineFinder(PlaceFinder):
         ]
         return places[0] if len(places) == 1 else None
 
-    def _joined(self, paths: Sequence[str]) -> str:
-        """Returns the line of what serves several: the first, which computes what is moved."""
+    def _joined(self, paths: Sequence[str], instruction: Instruction) -> str:
+        """Returns the line of what serves several: the first, which computes what is moved.
+
+        XLA for CPUs drops the names of batched products if a device has one row. The line of such a
+        product is the first that has one in the trace, and not that which made its operand.
+        """
+        if self._has_product(instruction):
+            paths = [path for path in paths if path in self._product_paths] or paths
         return paths[0]
+
+    def _has_product(self, instruction: Instruction) -> bool:
+        """Tells whether an instruction is a product of matrices, or a fusion with one."""
+        called = filter(None, map(self._module.by_name.get, instruction.callees))
+        fused = [inner for computation in called for inner in computation.instructions]
+        return any(each.opcode in _PRODUCTS for each in (instruction, *fused))
 
 
 def line_path(line: Line | None) -> str:

@@ -162,8 +162,9 @@ class PlaceFinder:
         """
         return self._place_of_operation(collective.operation)
 
-    def _joined(self, paths: Sequence[str]) -> str:
-        """Returns the path of the innermost module around all of several modules."""
+    def _joined(self, paths: Sequence[str], instruction: Instruction) -> str:
+        """Returns the path of the innermost module around all that are near an instruction."""
+        del instruction  # A subclass reads it.
         return common(paths)
 
     def _place_of_operation(self, operation: str | None) -> Place | None:
@@ -207,6 +208,7 @@ class PlaceFinder:
 
         A place outside of modules counts only if no place in a module is near.
         """
+        within = self._module.within[value.computation]
         outside: Place | None = None  # the nearest place outside of modules
         # At distance 0 are the operands and the users of the instruction itself.
         for distance, (before, after) in enumerate(self._places_by_distance(value)):
@@ -222,7 +224,7 @@ class PlaceFinder:
             paths = self._modules_of_parameters(value) if distance == 0 else []  # rule 2
             paths = paths or [place.path for place in places if place.path]  # rule 3
             if paths:
-                return Place(self._joined(paths), backward)
+                return Place(self._joined(paths, within[value.name]), backward)
             outside = outside or Place("", backward)
         return outside
 
