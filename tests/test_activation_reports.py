@@ -159,12 +159,19 @@ def test_who_chose(axis_types):
         mesh=mesh,
         activation_shardings={"attention/query": P("data", None, "model")},
     )
-    rows = {row.path: row for row in fun.trace(model, jnp.ones((8, 16, WIDTH))).activations()}
+    traced = fun.trace(model, jnp.ones((8, 16, WIDTH)))
+    rows = {row.path: row for row in traced.activations()}
     query, up = rows["model.attention.query"], rows["model.mlp.up"]
     assert (query.chosen_by, query.spec) == ("user", P("data", None, "model", None))
     assert (up.chosen_by, up.spec) == ("strategy", P("data", None, "model"))
     assert up.shard_shape == (4, 16, HIDDEN // 4)
     assert rows["model.norm"].chosen_by == "compiler"
+    # What the compiler chooses is not in a trace, which says where it is.
+    advice = "`compiled.activations()` has the specs"
+    assert advice in str(traced.activations())
+    found = traced.lower().compile().activations()
+    assert {row.path: row.chosen_by for row in found}["model.norm"] == "inferred"
+    assert advice not in str(found)
 
 
 @pytest.mark.parametrize(

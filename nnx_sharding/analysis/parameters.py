@@ -410,8 +410,13 @@ class ActivationRow:
 class ActivationTable(list[ActivationRow], Pictured):
     """Rows of activations; ``print`` and notebooks show them as a table."""
 
+    # Whether these are the rows of a trace. What the compiler chooses is not known then.
+    of_trace: bool = False
+
     def _pictures(self, width: int) -> Iterable[Any]:
         yield activations_table(self)
+        if self.of_trace and any(row.chosen_by == "compiler" for row in self):
+            yield text("compiler: chooses when it compiles; `compiled.activations()` has the specs")
 
 
 def activation_row(

@@ -205,7 +205,9 @@ class Stage:
             for call in self._recorder.calls
         )
         # A dict drops duplicates, which appear if a loop is traced twice.
-        return ActivationTable(dict.fromkeys(rows))
+        table = ActivationTable(dict.fromkeys(rows))
+        table.of_trace = True
+        return table
 
     def _make_next(self, cls: type[S], stage: JaxStage) -> S:
         """Makes the next stage, from the next stage of JAX."""
