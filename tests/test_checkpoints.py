@@ -541,6 +541,88 @@ Of another dtype (cast=True converts among floats and among integers):
             want = [*contents_of(original).values()]
             self.assertEqual([*contents_of(restored).values()], want)
 
+    # The filters of `nnx.split` by the keys of a checkpoint, whether it has pure dicts, and whether
+    # modules share their random streams.
+    SPLITS = (
+        ({"params": nnx.Param, "rest": ...}, False, False),
+        ({"rngs": nnx.RngState, "params": ...}, True, True),
+        ({"params": nnx.Param, "batch_stats": nnx.BatchStat, "rngs": ...}, False, True),
+        ({"params": nnx.Param, "keys": nnx.RngKey, "model": ...}, True, False),
+    )
+
+    GIVEN = ("one key", "another key", "the model alone", "with a step", "all keys")
+
+    @parameterized.product(case=SPLITS, given=GIVEN)
+    def test_a_split_model(self, case, given):
+        """The model under all keys of the checkpoint reads it; else the message has a call."""
+        filters, is_pure, shares = case
+
+        def make(seed):
+            rngs = nnx.Rngs(seed)
+            model = nnx.Dict(blocks=nnx.List([Net(rngs), Net(rngs)]), bare=jnp.full(3, seed))
+            if shares:
+                model.blocks[0].dropout.rngs = model.blocks[1].dropout.rngs = rngs
+            model.blocks[1].norm(jnp.ones((2, 8)) * seed)
+            optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+            optimizer.update(model, nnx.state(model, nnx.Param))
+            return model, optimizer
+
+        saved_model, saved = make(2)
+        raw = dict(zip(filters, nnx.split(saved_model, *filters.values())[1:], strict=True))
+        raw["opt_state"] = nnx.state(saved)["opt_state"]
+        if is_pure:
+            raw = {key: nnx.to_pure_dict(state) for key, state in raw.items()}
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(self.path, raw)
+        model, optimizer = make(1)
+        keys = {"one key": [*filters][-1:], "another key": ["params", "x"]}.get(given, filters)
+        is_alone = given == "the model alone"
+        tree = {"opt_state": optimizer.opt_state, **dict.fromkeys(keys, model)}
+        if given == "with a step":  # which the checkpoint lacks
+            tree = (model, optimizer)
+        if given == "all keys":
+            restore(self.path, tree)
+        else:
+            before = contents_of((model, optimizer))
+            with self.assertRaisesRegex(CheckpointError, "does not fit") as caught:
+                restore(self.path, model if is_alone else tree)
+            self.assertEqual(contents_of((model, optimizer)), before)
+            call = r"below .*: pass (.*), with only=\.\.\." if is_alone else r"(?s)\nrestore(\(.*)$"
+            [code] = re.findall(call, str(caught.exception))
+            code = f"(path, {code}, only=...)" if is_alone else code
+            eval(f"restore{code}", locals(), {"restore": restore, "path": self.path})
+        self.assertEqual(contents_of(model), contents_of(saved_model))
+        if not is_alone:
+            self.assertEqual(contents_of(optimizer.opt_state), contents_of(saved.opt_state))
+
+    def test_one_model_in_two_parts(self):
+        """Each array is read from the first part that the checkpoint has it in."""
+        one, two = Net(nnx.Rngs(0)), Net(nnx.Rngs(1))
+        for count, saved in enumerate((one, two)):
+            saved.norm(jnp.ones((2, 8)) * (count + 2))
+        save(self.path, {"a": one, "b": {"norm": two.norm, "dropout": two.dropout}})
+        for part in (lambda model: model), (lambda model: {"norm": model.norm}):
+            model = Net(nnx.Rngs(2))
+            before = contents_of(model)
+            with self.assertRaisesRegex(CheckpointError, "Not in the model:\n  b/"):
+                restore(self.path, {"a": model, "b": part(model)})
+            self.assertEqual(contents_of(model), before)
+            with self.assertNoLogs("nnx_sharding", "WARNING"):
+                restore(self.path, {"a": model, "b": part(model)}, only=...)
+            self.assertEqual(contents_of(model), contents_of(one))
+            restore(self.path, {"A": [model.linear], "a": model, "b": model}, only=nnx.Param)
+            restore(self.path, {"b": part(model), "a": model.linear}, only=nnx.BatchStat)
+            self.assertEqual(contents_of(model.norm), contents_of(two.norm))
+
+    def test_one_array_in_two_dicts(self):
+        """They are two arrays for JAX, so the same dict under both keys would read neither."""
+        arrays = {"x": jnp.ones(2), "y": jnp.ones(2)}
+        save(self.path, {"a": {"x": arrays["x"]}, "b": {"y": arrays["y"]}})
+        for tree in {"a": arrays}, {"a": arrays, "b": arrays}:
+            with self.assertRaisesRegex(CheckpointError, "Missing in the checkpoint:") as caught:
+                restore(self.path, tree)
+            self.assertNotIn("restore(path", str(caught.exception))
+
     @parameterized.named_parameters(
         ("two candidates", {"a": (4, 4), "b": (4, 4)}, {"c": (4, 4), "d": (4, 4)}),
         ("another shape", {"a": (4, 4)}, {"c": (4, 5)}),

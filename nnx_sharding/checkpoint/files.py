@@ -135,7 +135,9 @@ def restore(
       tree: what to fill, with arrays or abstract (:func:`~nnx_sharding.partition.abstract_init`).
         Modules and Variables are changed in place: all of them or, after an error, none. NumPy
         arrays and numbers remain NumPy arrays and numbers. A module with another name than in the
-        checkpoint is in a dict with the old one: ``{"encoder": model.body}``.
+        checkpoint is in a dict with the old one: ``{"encoder": model.body}``. An array in several
+        parts of a tree is read from the first that the checkpoint has, so
+        ``{"params": model, "rest": model}`` reads what ``nnx.split`` divided.
       sharding: where to place arrays: anything that
         :func:`~nnx_sharding.partition.with_sharding_constraint` takes. None is the sharding of the
         array in ``tree``; an array without one goes to the default device.

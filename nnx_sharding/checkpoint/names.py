@@ -27,7 +27,7 @@ from ..core.flatten import Flat
 from ..core.memory import is_keys
 from ..core.problems import out_of_range
 from ..core.rebuild import rebuild
-from ..core.structure import VariableEntry, locations_in
+from ..core.structure import Container, Location, VariableEntry, locations_in, parts_of
 from ..errors import raise_if_any, shortened
 from ..specs.filters import to_predicate
 from ..specs.fitting import suggestion
@@ -61,11 +61,37 @@ def named_arrays(flat: Flat) -> list[NamedArray]:
     The kernel of ``{"up": nnx.Linear(…)}`` has the path ``up/kernel``, the name
     ``("up", "kernel", "value")`` and the plain name ``("up", "kernel")``.
     """
-    structure, arrays = flat.structure, []
+    return _named(flat, locations_in(flat.structure))
+
+
+def arrays_of_parts(flat: Flat) -> list[NamedArray]:
+    """Lists the arrays of each part of a tree: one of two parts twice, with the name in each.
+
+    The parts of ``{"params": model, "rest": [model.norm]}`` are ``params`` and ``rest/0``. In a
+    module, which is one part, each array has its first path. The list is empty if the tree is a
+    module, or if nothing in it is shared.
+    """
+    structure = flat.structure
+    if not structure.shares or not isinstance(structure.root, Container):
+        return []
+    slots = iter(structure.root_slots)
+    return _named(
+        flat,
+        (
+            location._replace(path=path + location.path)
+            for path, part in parts_of(structure.root).items()
+            for location in structure.walk(part, slots)
+        ),
+    )
+
+
+def _named(flat: Flat, locations: Iterable[Location]) -> list[NamedArray]:
+    """Returns the arrays of a tree at these locations, in their order."""
+    arrays = []
     # A location is a Variable, or an array outside of any, with the slots of its arrays.
-    for location in locations_in(structure):
+    for location in locations:
         index = location.object_index  # None for a bare array
-        entry = None if index is None else structure.entries[index]
+        entry = None if index is None else flat.structure.entries[index]
         has_value_key = isinstance(entry, VariableEntry)
         # If the tree is a single array, it has an empty path, but its name needs a key.
         if not location.path:

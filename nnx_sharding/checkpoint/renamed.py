@@ -12,8 +12,13 @@ only, so two steps say it in a line:
                  {'embed': model.embed,              # the same name
                   'blocks': model.blocks.layers}     # blocks/… is blocks/layers/…
 
-The dict is what `restore` takes. A path that fits two others equally well has no pair, and without
-a pair for each missing array there is no call.
+The dict is what `restore` takes. A module that the user passed may be in it several times, because
+`restore` reads each array from the part that the checkpoint has: a program that splits its model
+saves ``{'params': …, 'rest': …}``, which ``{'params': model, 'rest': model}`` reads.
+
+A path that fits two others equally well has no pair. Without a pair for each missing array of a
+module, there is no call. Other arrays without a pair, such as the step of an optimizer, are left
+out of the call.
 """
 
 from __future__ import annotations
@@ -53,7 +58,7 @@ class Renaming(NamedTuple):
     Attributes:
       names: the beginnings of paths in the checkpoint, each with that in the model.
       pairs: the missing arrays of these modules, each with its path in the checkpoint.
-      tree: code for what `restore` has to fill; empty if arrays are missing elsewhere.
+      tree: code for what `restore` has to fill; empty if modules have other missing arrays.
     """
 
     names: Mapping[Keys, Keys]
@@ -83,11 +88,13 @@ class Renaming(NamedTuple):
             lines.append(line)
         return lines
 
-    def remedy(self, options: str = "") -> str:
+    def remedy(self, options: str = "", *, is_part: bool = False) -> str:
         """Returns the sentence with the call, if it is short enough for a message.
 
-        ``options`` follow the tree. Without a tree, the text is empty.
+        ``options`` follow the tree, and ``is_part`` says whether missing arrays are not in the
+        tree. Without a tree, the text is empty.
         """
+        part = ", without what is missing" if is_part else ""
         for width in _WIDTHS:
             code = f"restore(path, {_layout(self.tree, width)}{options})"
             lines = code.split("\n")
@@ -96,7 +103,7 @@ class Renaming(NamedTuple):
                 used = {*re.findall(r"(?<![\w.'])[a-z]+\b(?!=)", code)}
                 given = [f"`{name}`" for name in _GIVEN if name in used]
                 about = f", with the {' and '.join(given)} that you passed" if given else ""
-                return f"To read it under its names{about}:\n{code}"
+                return f"To read it under its names{part}{about}:\n{code}"
         if not self.tree:
             return ""
         return "To read them, pass a dict with their names in the checkpoint."
@@ -124,19 +131,24 @@ def find_renaming(
         return None
     stored = {array.keys: pairs.get(array.keys, array.stored) for array in arrays}
     unpaired = {*unread}.difference(pairs.values())
-    writer = _Writer(arrays, stored, unpaired, _root_names(tree))
+    writer = _Writer(arrays, stored, unpaired, _parts(tree))
     known = [array for array in arrays if stored[array.keys] is not None]
     code = writer.code((), known)
-    names = writer.names
     # Other pairs are of arrays alone, so they may have nothing in common but a name and a shape.
     pairs = {
         keys: path
         for keys, path in pairs.items()
-        if any(path[: len(name)] == name for name in names)
+        if any(path[: len(name)] == name for name in writer.names)
+    }
+    # Other names are of arrays that are found, in another part of the tree than the first one.
+    names = {
+        name: keys
+        for name, keys in writer.names.items()
+        if any(path[: len(name)] == name for path in pairs.values())
     }
     if not pairs:
         return None
-    is_complete = len(pairs) == len(missing)
+    is_complete = not any(writer.is_in_module(keys) for keys in missing if keys not in pairs)
     return Renaming(names, pairs, code if is_complete and code is not None else "")
 
 
@@ -242,7 +254,7 @@ class _Writer:
         arrays: Sequence[ModelArray],
         stored: Mapping[Keys, Keys | None],
         unpaired: Iterable[Keys],
-        root_names: Mapping[Path, str],
+        parts: Mapping[Path, Any],
     ):
         """Counts the arrays below each path of the model.
 
@@ -250,10 +262,13 @@ class _Writer:
           arrays: all arrays of the model.
           stored: the path of each in the checkpoint, by its path; None without one.
           unpaired: the paths of arrays in the checkpoint that are not read.
-          root_names: the names of variables of the user, by their paths.
+          parts: the objects that the user passed, by their paths.
         """
         self.names: dict[Keys, Keys] = {}
-        self._stored, self._root_names = stored, root_names
+        self._stored, self._root_names = stored, _root_names(parts)
+        self._modules = {
+            tuple(map(str, path)) for path, part in parts.items() if isinstance(part, nnx.Module)
+        }
         self._counts: dict[Keys, int] = {}
         for array in arrays:
             for length in range(len(array.keys) + 1):
@@ -273,7 +288,7 @@ class _Writer:
             keys = tuple(map(str, target))
             if keys != prefix:
                 self.names[prefix] = keys
-            for length in range(min(len(target), 1), -1, -1):
+            for length in range(len(target), -1, -1):
                 name = self._root_names.get(target[:length])
                 if name is not None:
                     return accessor(name, target[length:])
@@ -289,11 +304,16 @@ class _Writer:
         known = {key: part for key, part in parts.items() if part is not None}
         return known if len(known) == len(parts) else None
 
+    def is_in_module(self, keys: Keys) -> bool:
+        """Whether an array is in a module that the user passed."""
+        return any(keys[:length] in self._modules for length in range(len(keys)))
+
     def _target(self, prefix: Keys, arrays: Sequence[ModelArray]) -> Path | None:
         """Returns the path of the one object of the model that a part of a checkpoint fills.
 
-        None if there is none. An object has another name only if it is not the whole tree, and if
-        the checkpoint has no further arrays below its own name.
+        None if there is none. A part may fill some arrays of a module that the user passed, but has
+        to fill all of another object. An object has another name only if it is not the whole tree,
+        and if the checkpoint has no further arrays below its own name.
         """
         path = self._path(arrays[0])
         end = path[len(prefix) :]
@@ -301,7 +321,8 @@ class _Writer:
         if length < 0 or length > len(arrays[0].variable_path):
             return None
         keys = arrays[0].keys[:length]
-        if self._counts[keys] != len(arrays):  # the model has further arrays below
+        has_further = self._counts[keys] != len(arrays)
+        if has_further and keys not in self._modules:
             return None
         if any(keys + self._path(array)[len(prefix) :] != array.keys for array in arrays):
             return None
@@ -322,20 +343,24 @@ class _Writer:
         return path
 
 
-def _root_names(tree: Any) -> dict[Path, str]:
-    """Returns names for the objects that a user passes: ``model``, ``optimizer``, else ``tree``.
+def _parts(tree: Any, path: Path = ()) -> dict[Path, Any]:
+    """Returns what a user passes in dicts, tuples and lists, by path: () for a tree without any."""
+    if type(tree) not in (dict, tuple, list):
+        return {path: tree}
+    items = tree.items() if type(tree) is dict else enumerate(tree)
+    parts: dict[Path, Any] = {}
+    for key, part in items:
+        parts |= _parts(part, (*path, key))
+    return parts
 
-    The names are by path: () for the tree itself, (0,) for the first element of a tuple.
-    """
+
+def _root_names(parts: Mapping[Path, Any]) -> dict[Path, str]:
+    """Returns names for parts of a tree: ``model``, ``optimizer``, and ``tree`` for the root."""
     names: dict[Path, str] = {(): "tree"}
-    parts: dict[Path, Any] = {(): tree}
-    if type(tree) in (tuple, list):
-        parts = {(index,): part for index, part in enumerate(tree)}
-    elif type(tree) is dict:
-        parts = {(key,): part for key, part in tree.items()}
     optimizers = [path for path, part in parts.items() if isinstance(part, nnx.Optimizer)]
     others = {path: part for path, part in parts.items() if path not in optimizers}
     models = [path for path, part in others.items() if isinstance(part, nnx.Module)]
     # The name of two models would be ambiguous.
-    names |= {path: "model" for path in models if len(models) == 1}
+    num_models = len({id(parts[path]) for path in models})
+    names |= {path: "model" for path in models if num_models == 1}
     return names | {path: "optimizer" for path in optimizers if len(optimizers) == 1}

@@ -73,7 +73,7 @@ def restore_into(folder: FilePath, args: ModelRestore) -> Any:
         shardings = _shardings(args, flat, arrays)
         # Their names in the checkpoint. `_check_fit` raises an error unless all of them fit.
         stored = opened("restore", folder)
-        stored_names = _names_in_checkpoint(stored, arrays)
+        stored_names = _names_in_checkpoint(stored, arrays, flat)
         targets = [_Target(x, shardings[x.slot], stored_names.get(x.slot, x.name)) for x in arrays]
         _check_fit(stored, targets, args)
         # The processes agree before anything is read, because they may have opened different
@@ -87,15 +87,21 @@ def restore_into(folder: FilePath, args: ModelRestore) -> Any:
     return names.filled(flat, converted, "restore")  # safe because no process has failed
 
 
-def _names_in_checkpoint(stored: Stored, arrays: Sequence[NamedArray]) -> dict[int, Name]:
+def _names_in_checkpoint(
+    stored: Stored, arrays: Sequence[NamedArray], flat: Flat
+) -> dict[int, Name]:
     """Returns the name of each array in the checkpoint, by its slot. Missing arrays are left out.
 
     The model's name is ``("up", "kernel", "value")``. A checkpoint that Orbax alone wrote may have
     ``("up", "kernel")`` instead, from `nnx.to_pure_dict`. Or the model has a bare array where the
     checkpoint has a Variable. So plain names, without the "value", are compared as well.
 
+    An array that is missing under its first name may be in another part of the tree, too, and is
+    then found by its name there: `{"params": model, "rest": model}` reads both halves of a split.
+
     Args:
       arrays: the arrays of the model that are to be restored.
+      flat: the tree, flattened.
     """
     by_plain_name = {entry.plain_name: name for name, entry in stored.entries.items()}
     found: dict[int, Name] = {}
@@ -108,12 +114,19 @@ def _names_in_checkpoint(stored: Stored, arrays: Sequence[NamedArray]) -> dict[i
         lambda array: by_plain_name.get(array.plain_name),
         lambda array: array.plain_name,
     )
-    for stored_name_of in kinds_of_names:
-        for array in arrays:
-            name = stored_name_of(array)
-            if array.slot not in found and name in unused:
-                found[array.slot] = name
-                unused.remove(name)
+
+    def find(arrays: Sequence[NamedArray]) -> None:  # adds to `found`
+        for stored_name_of in kinds_of_names:
+            for array in arrays:
+                name = stored_name_of(array)
+                if array.slot not in found and name in unused:
+                    found[array.slot] = name
+                    unused.remove(name)
+
+    find(arrays)
+    missing = {array.slot for array in arrays}.difference(found)
+    if missing:
+        find([array for array in names.arrays_of_parts(flat) if array.slot in missing])
     return found
 
 
@@ -237,7 +250,7 @@ def _check_fit(stored: Stored, targets: Sequence[_Target], args: ModelRestore) -
             read = set(map(path_string, renaming.pairs.values()))
             unknown = [path for path in unknown if path not in read]
             options = _options(args, has_further=bool(unknown))
-            remedy = "" if options is None else renaming.remedy(options)
+            remedy = "" if options is None else renaming.remedy(options, is_part=bool(missing))
     # `near(path, paths)` returns a hint, such as "; did you mean 'up'?", or an empty text.
     near = names.suggestions(len(missing) + len(unknown))
     problems = {
@@ -305,15 +318,22 @@ def _remedy(missing: Collection[str], unknown: Sequence[str], is_part: bool) -> 
       unknown: the paths in the checkpoint that the model lacks.
       is_part: whether the checkpoint may have more than the model.
     """
-    unknown_paths = set(unknown)
-    # The checkpoint may have all missing arrays below one key, for example of {"model": model}.
-    for top in dict.fromkeys(path.partition("/")[0] for path in unknown):
-        if missing and unknown_paths.issuperset(f"{top}/{path}" for path in missing):
-            # An integer is a key of a tuple, list or dict. The key 0 is most often that of a tuple.
-            # A dict can be passed for all others.
-            key = int(top) if top.isdecimal() else top
-            part = "(model,)" if key == 0 else f"{{{key!r}: model}}"
-            return f"The checkpoint has the model below {top}/: pass {part}, with only=... for it."
+    # The checkpoint may have all missing arrays below one key, for example of {"model": model}, or
+    # each below one of some keys, as of {"params": params, "rest": rest} after a split.
+    below: dict[str, list[str]] = {}  # key → the missing arrays below it
+    for path in unknown:
+        top, _, inner_path = path.partition("/")
+        if inner_path in missing:
+            below.setdefault(top, []).append(inner_path)
+    tops = [top for top, paths in below.items() if len(paths) == len(missing)][:1] or [*below]
+    if missing and sorted(path for top in tops for path in below[top]) == sorted(missing):
+        # An integer is a key of a tuple, list or dict. The key 0 is most often that of a tuple. A
+        # dict can be passed for all others.
+        keys = [int(top) if top.isdecimal() else top for top in tops]
+        items = ", ".join(f"{key!r}: model" for key in keys)
+        part = "(model,)" if keys == [0] else f"{{{items}}}"
+        places = " and ".join(f"{top}/" for top in tops)
+        return f"The checkpoint has the model below {places}: pass {part}, with only=... for it."
     if is_part or missing or not unknown:
         return ""
     return "To restore only what the model has, pass only=... or another filter."
@@ -334,7 +354,9 @@ def _warn_of_further(stored: Stored, targets: Sequence[_Target], flat: Flat) -> 
 
     read = {target.name for target in targets}
     patterns = set(map(pattern, read))
-    in_model = {array.plain_name for array in names.named_arrays(flat)}  # `only` may leave them out
+    # `only` may leave some of these out.
+    all_arrays = [*names.named_arrays(flat), *names.arrays_of_parts(flat)]
+    in_model = {array.plain_name for array in all_arrays}
     lines = [
         f"  {entry.array.path}"
         for name, entry in stored.entries.items()
