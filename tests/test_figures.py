@@ -703,6 +703,183 @@ def test_a_merged_collective_is_named_after_most_of_it(name):
     assert sum(part.bytes for part in one.parts) == one.bytes
 
 
+class Scoped(nnx.Module):
+    """Four layers of one shape, in scopes that tell in a program which layer an operation is of."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(32, 32, use_bias=False, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for number, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{number}"):
+                x = jnp.tanh(layer(x))
+        return x
+
+
+def as_tuples(model):
+    return tuple((nnx.Param(layer.kernel[...]),) for layer in model.layers)
+
+
+def as_dict(model):
+    return {f"w{i}": nnx.Param(layer.kernel[...]) for i, layer in enumerate(model.layers)}
+
+
+def as_state(model):
+    return nnx.state(model, nnx.Param)
+
+
+def muon(rate):
+    """Its updates are products of moments."""
+
+    def updated(m):
+        return m @ m.T @ m * -rate
+
+    def update(grads, trace, params=None):
+        trace = jax.tree.map(lambda m, g: 0.9 * m + g, trace, grads)
+        return jax.tree.map(updated, trace), trace
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01))
+WITH_DECAY = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
+SCHEDULED = optax.adamw(optax.linear_schedule(0.0, 0.01, 5), weight_decay=0.1)
+# What a step is of: optimizer, the form of the parameters, and what differs from the usual step.
+STEPS_OF_TREES = [
+    (optax.sgd(0.1), as_state, {}),
+    (optax.adam(0.01), as_state, {"donated": True}),
+    (optax.adam(0.01), as_dict, {"state_first": True}),
+    (CLIPPED, as_state, {}),
+    (CLIPPED, as_tuples, {"state_first": True, "donated": True}),
+    (CLIPPED, as_dict, {"kind": "explicit", "spec": P()}),
+    (CLIPPED, as_dict, {"steps": 2}),
+    (WITH_DECAY, as_state, {}),  # the decay puts parameters into the new moments
+    (SCHEDULED, as_tuples, {"steps": 2, "spec": P()}),
+    (optax.chain(optax.adam(0.01), optax.ema(0.9)), as_dict, {}),
+    (optax.MultiSteps(optax.adam(0.01), 2), as_state, {}),
+    # Nothing says which parameter of its shape a gradient is of that is returned, and little if
+    # products are on the way to the update.
+    (muon(0.1), as_state, {"one_of": True}),
+    (None, as_dict, {"one_of": True}),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "form", "other"), STEPS_OF_TREES)
+def test_gradients_of_trees_are_those_of_parameters(optimizer, form, other):
+    from nnx_sharding.analysis.collectives import _row
+
+    mesh = mesh_of((4, 2), ("data", "model"), other.get("kind", "auto"))
+    model = Scoped(nnx.Rngs(0))
+    graphdef, params = nnx.graphdef(model), form(model)
+    structure, spec = jax.tree.structure(as_state(model)), other.get("spec", P("data", "model"))
+
+    def loss(params, x):
+        state = jax.tree.unflatten(structure, jax.tree.leaves(params))
+        return jnp.mean((nnx.merge(graphdef, state)(x) - x) ** 2)
+
+    def update(params, opt_state, x):
+        steps = other.get("steps")
+        gradient = nnx_sharding.accumulate_gradients(loss, steps=steps) if steps else None
+        value, grads = (gradient or jax.value_and_grad(loss))(params, x)
+        if optimizer is None:
+            return grads, opt_state, value
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    def with_state_first(opt_state, params, x):
+        params, opt_state, value = update(params, opt_state, x)
+        return opt_state, params, value
+
+    trees = params, () if optimizer is None else optimizer.init(params)
+    if other.get("state_first"):
+        trees = trees[::-1]
+    with jax.set_mesh(mesh):
+        shardings = jax.tree.map(lambda x: jax.NamedSharding(mesh, spec if x.ndim else P()), trees)
+        x = jax.device_put(jnp.ones((16, 32)), jax.NamedSharding(mesh, P("data")))
+        trees = jax.device_put(trees, shardings)
+        step = jit(
+            with_state_first if other.get("state_first") else update,
+            in_shardings=(*shardings, P("data")),
+            out_shardings=(*shardings, P()),
+            donate_argnums=(0, 1) if other.get("donated") else (),
+        )
+        found = step.lower(*trees, x).compile().collectives()
+    paths = {f"params{jax.tree_util.keystr(key)}" for key, _ in paths_of(params)}
+    gradients = [one for one in found if one.purpose == "gradient"]
+    named = set()
+    for one in gradients:
+        others = re.search(r"\+(\d+)$", _row(one).of)
+        assert int(others[1] if others else 0) == len(one.shapes) - 1
+        for part in one.parts or [one]:
+            if part.purpose == "gradient":
+                [number] = re.findall(r"layer_(\d)", part.operation)
+                owners = {path for path in part.parameters if number in path}
+                assert owners and {*part.parameters} <= paths
+                assert other.get("one_of") or owners == {*part.parameters}
+                named |= owners
+    assert named == paths
+
+
+def paths_of(params):
+    return jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, nnx.Param))
+
+
+def test_a_gradient_in_another_order_is_that_of_what_it_updates():
+    """As (64, 32) the gradient of `up` has the shape of `down`, of which a device has half."""
+    sizes, mesh = {"up": (32, 128), "down": (128, 32)}, mesh_of((4, 2), ("data", "model"))
+    params = {path: nnx.Param(jnp.ones(size)) for path, size in sizes.items()}
+    shardings = {"up": P("data", "model"), "down": P("model", "data")}
+
+    def step(params, x):
+        def loss(params):
+            with jax.named_scope("up"):
+                y = jnp.tanh(x @ params["up"][...])
+            with jax.named_scope("down"):
+                return jnp.mean((y @ params["down"][...]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    program = jit(step, in_shardings=(shardings, P("data")), out_shardings=shardings, mesh=mesh)
+    found = program.lower(params, jnp.ones((16, 32))).compile().collectives()
+    parts = [part for one in found for part in one.parts or [one] if part.purpose == "gradient"]
+    assert parts
+    for part in parts:
+        [scope] = re.findall("up|down", part.operation)
+        assert part.parameters == (f"params['{scope}']",)
+
+
+@pytest.mark.parametrize(
+    ("names", "arrays", "text"),
+    [  # names of equal shape, the number of summed arrays, and the column "of"
+        (["w.a"], 1, "w.a"),
+        (["w.a", "w.b"], 1, "w.a or 1 other"),
+        (["w.a", "w.b", "w.c"], 1, "w.a or 2 others"),
+        (["w.a", "w.b", "w.c"], 2, "w.a or 2 others +1"),
+        (["w.a", "w.b", "w.c"], 3, "w.a +2"),
+        (["w[0].a", "w[1].a", "w[2].a"], 1, "w[*].a"),
+    ],
+)
+def test_a_gradient_of_one_of_several_parameters(names, arrays, text):
+    from nnx_sharding.analysis.collectives import _row
+    from nnx_sharding.analysis.parameters import ParameterRow
+
+    shape = (8, 8)
+    rows = [
+        ParameterRow(path, shape, "float32", None, shape, 1, 1, variable="Param") for path in names
+    ]
+    inputs = [f"  %p{i} = f32[8,8] parameter({i})" for i in range(len(names))]
+    made = [f"  %g{i} = f32[8,8] negate(%p{i})" for i in range(arrays)]
+    operands = ", ".join(f"%g{i}" for i in range(arrays))
+    kind = "f32[8,8]" if arrays == 1 else f"({', '.join(['f32[8,8]'] * arrays)})"
+    total = (
+        f"  ROOT %s = {kind} all-reduce({operands}), replica_groups={{{{0,1}}}}, "
+        'metadata={op_name="jit(f)/transpose(jvp())/dot"}\n}'
+    )
+    hlo = "\n".join(["HloModule m\n\nENTRY %e {", *inputs, *made, total])
+    [one] = collectives_of(hlo, {"data": 2}, rows)
+    assert (one.purpose, _row(one).of) == ("gradient", text)
+
+
 PADDED = """
 %add (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)

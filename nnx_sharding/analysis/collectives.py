@@ -90,7 +90,8 @@ class Collective:
         ``reshard`` if it moves anything else, such as activations. None if the arguments are not
         known.
       parameters: the paths of the parameters or other Variables, those of larger arrays first; for
-        results, of those updated.
+        results, of those updated. If the program leaves open which parameter a gradient is of,
+        those that it may be of.
       module: the module whose call it is in, such as ``model.blocks[0].up``, if that is known.
       flops_beside: what the device is scheduled to compute while one run is in progress, which the
         compiler for TPUs chooses; 0 if the device waits for it.
@@ -317,7 +318,9 @@ def _row(collective: Collective) -> _Row:
     For example, ``model.blocks[0].up.kernel`` and ``model.blocks[1].up.kernel`` both become
     ``model.blocks[*].up.kernel``. The column "of" has the parameters, or else the operations, whose
     names begin with the path of the module: ``model.blocks[*].down/dot_general``. If there are
-    several arrays, it has the first name and the number of others: ``model.up.kernel +3``.
+    several arrays, it has the first name and the number of other arrays: ``model.up.kernel +3``. A
+    gradient that may be of several parameters has the number of these: ``model.up.kernel or 2
+    others``.
     """
     row = _cells(collective)
     of = row.of
@@ -326,14 +329,27 @@ def _row(collective: Collective) -> _Row:
         first = names[0]
         if not collective.parameters and collective.module:
             first = in_module(first, collective.module)
-        # One array may be of several parameters, and several arrays may be of one. The shapes of an
-        # all-to-all are no arrays, but what is exchanged with each device.
+        # The shapes of an all-to-all are no arrays, but what is exchanged with each device.
         is_exchange = collective.kind.endswith("all-to-all")
         arrays = 1 if is_exchange else len(collective.shapes)
-        others = max(len(names), arrays) - 1
+        # An array may be moved for several parameters, but it is the gradient of only one. More
+        # names than arrays are therefore the parameters that it may be of.
+        is_gradient = collective.purpose == "gradient"
+        others = (arrays if is_gradient else max(len(names), arrays)) - 1
         of = f"{first} +{others}" if others else first
+        if is_gradient and len(names) > arrays:
+            of = _or_others(names) + (f" +{others}" if others else "")
     of = _FUNCTION.sub("", of)  # "jit(step)/up/dot_general" → "up/dot_general"
     return row._replace(of=folded(of), source=_end(row.source, longest=15))
+
+
+def _or_others(names: Sequence[str]) -> str:
+    """Writes a name of which any may be meant: ``model.up.kernel or 2 others``.
+
+    Names of the modules of a list count as one, because a row does not tell them apart.
+    """
+    count = len({*map(folded, names)}) - 1
+    return f"{names[0]} or {count} other{'s' if count > 1 else ''}" if count else names[0]
 
 
 def _counted_rows(row_counts: Mapping[_Row, int]) -> list[_Row]:

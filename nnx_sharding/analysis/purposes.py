@@ -24,12 +24,14 @@ An all-reduce that joins parts in arrays of zeros only moves them (`Origins.is_p
 
 Names of operations alone do not tell the purposes apart, because the compiler moves collectives
 across operations and out of loops, and merges several into one. Shapes are an approximation: they
-mislead where activations have the shape of a parameter of their own module. The *home* of a
-collective is the computation that it is in.
+mislead where activations have the shape of a parameter of their own module. Where a shape fits
+several Variables, or no module is known, what the gradient updates decides (`updates.py`). The
+*home* of a collective is the computation that it is in.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -41,6 +43,7 @@ from .instructions import Instruction, arrays
 from .names import common, module_of, operations
 from .opcodes import ELEMENTWISE, PRODUCTS, REARRANGING, TRANSCENDENTAL
 from .parameters import ParameterRow
+from .updates import ArrayOf, Updates
 from .values import Located, Value, reached
 
 Purpose: TypeAlias = Literal["parameter", "state", "gradient", "sum", "result", "reshard"]
@@ -84,7 +87,7 @@ def uses_of(
     Returns:
       The `Use` of each collective, by the name of the collective.
     """
-    purposes = _Purposes(module, [row for row in rows if row.used], updated)
+    purposes = _Purposes(module, collectives, [row for row in rows if row.used], updated)
     return {collective.name: purposes.of(collective, home.name) for home, collective in collectives}
 
 
@@ -93,29 +96,37 @@ class _Purposes:
 
     Attributes:
       _module: the program.
+      _collectives: its collectives, each with the computation that it is in.
       _variables: the Variables among the arguments that the program uses.
+      _arguments: the names of the program's inputs, by number.
       _origins: the object that finds the arguments from which a value is computed.
       _updated_by: for each instruction whose result is returned, by its name, the paths of the
         Variables that the result updates; empty if it updates none. Other instructions are missing.
     """
 
-    def __init__(self, module: Module, used: Sequence[ParameterRow], updated: Sequence[str | None]):
+    def __init__(
+        self,
+        module: Module,
+        collectives: Sequence[Located],
+        used: Sequence[ParameterRow],
+        updated: Sequence[str | None],
+    ):
         """Prepares to decide.
 
         Args:
           updated: as in `uses_of`.
         """
-        self._module = module
+        self._module, self._collectives = module, collectives
         variables = (row for row in used if row.variable is not None)
         self._variables = _Variables(variables, {path for path in updated if path is not None})
-        # The names of the program's inputs, by number. An input is named by its path, or, if that
-        # is unknown, as JAX or the compiler named it, such as ``p.3``.
+        # An input is named by its path, or, if that is unknown, as JAX or the compiler named it,
+        # such as ``p.3``.
         rows = rows_of_inputs(module, used)
-        arguments = {
+        self._arguments = {
             number: rows[number].path if number in rows else x.operation or x.name
             for number, x in module.parameters.items()
         }
-        self._origins = Origins(module, arguments, self._variables.paths)
+        self._origins = Origins(module, self._arguments, self._variables.paths)
         self._updated_by = _returned_by(module, updated)
 
     def of(self, collective: Instruction, home: str) -> Use:
@@ -133,15 +144,19 @@ class _Purposes:
             bytes_by_purpose[use.purpose] += use.array.bytes
         # If two purposes have as many bytes, the one of the first array counts.
         [(purpose, _)] = bytes_by_purpose.most_common(1)
-        sizes: dict[str, int] = {}  # by the path of a Variable, the bytes of its largest array
+        # By the path of a Variable, the bytes of its largest array, and the negative number of
+        # Variables that this array may belong to: of equal arrays, those of only one come first.
+        ranks: dict[str, tuple[int, int]] = {}
         for use in uses:
             if use.purpose == purpose:
-                sizes |= {x: max(use.array.bytes, sizes.get(x, 0)) for x in use.parameters}
+                rank = use.array.bytes, -len(use.parameters)
+                ranks |= {x: max(rank, ranks.get(x, rank)) for x in use.parameters}
         # The innermost module around the operations of all arrays with this purpose.
         operations_of = [use.array.operations for use in uses if use.purpose == purpose]
         return Use(
             purpose,
-            parameters=tuple(sorted(sizes, key=lambda path: (-sizes[path], path))),
+            # `sorted` keeps the order of paths for equal ranks, also if reversed.
+            parameters=tuple(sorted(sorted(ranks), key=ranks.__getitem__, reverse=True)),
             module=self._module_around(itertools.chain.from_iterable(operations_of)),
             arrays=tuple(uses),
         )
@@ -173,6 +188,20 @@ class _Purposes:
             return ArrayUse(array, "reshard", (), path)
         return ArrayUse(array, "result", updated, path)
 
+    @functools.cached_property
+    def _updates(self) -> Updates:
+        """Tells apart the Variables that may have gradients, by what is computed from them."""
+        paths = self._variables.paths - self._variables.states
+        variables = {i: path for i, path in self._arguments.items() if path in paths}
+        gradients = [
+            Value(home.name, name)
+            for home, collective in self._collectives
+            for array in _arrays_of(collective, self._module.within[home.name])
+            if any("jvp(" in operation for operation in array.operations)
+            for name in array.operand_names
+        ]
+        return Updates(self._module, variables, gradients, self._origins.computed_from)
+
     def _module_around(self, operation_names: Iterable[str]) -> str | None:
         """Returns the path of the innermost module around all of these operations, else None."""
         names = dict.fromkeys(operation_names)  # unique
@@ -198,7 +227,8 @@ class _Purposes:
     def _gradients(self, array: _Array, home: str, *, is_sum: bool) -> set[str]:
         """Collects the paths of the Variables of which an array is a gradient; empty for none.
 
-        The array's shape chooses among the Variables of the modules that its operations are in.
+        The array's shape chooses among the Variables of the modules that its operations are in. If
+        it fits several, or if the operations are in no module, their updates choose (`Updates`).
 
         Args:
           home: the name of the computation that the collective is in.
@@ -224,7 +254,9 @@ class _Purposes:
         # activation, so it is no gradient even if it has the shape of one.
         if variables and any(map(self._origins.is_weighted, operands)):
             return set()
-        return variables
+        # Shapes do not tell moments from parameters, nor layers from each other.
+        is_by_shape = len(variables) > 1 or (variables and None in candidates)
+        return self._updates.parameters_of(array.key, variables) if is_by_shape else variables
 
 
 class _Array(NamedTuple):
@@ -239,6 +271,7 @@ class _Array(NamedTuple):
     ``%x``, which takes the array from the tuple.
     """
 
+    key: ArrayOf
     dims: tuple[int, ...]  # as the program has them, see `_dims_before_bitcasts`
     bytes: int  # the size of the result
     operations: list[str]  # the names of the user's operations
@@ -270,8 +303,8 @@ def _arrays_of(collective: Instruction, by_name: Mapping[str, Instruction]) -> l
         # damaged text lacks the shape of a collective.
         sizes = [shape.bytes for shape in shapes] or [0]
         return [
-            _Array(array_dims, size, merged, None, operand_names, ())
-            for array_dims, size in zip(dims or [()], sizes, strict=True)
+            _Array((collective.name, i), array_dims, size, merged, None, operand_names, ())
+            for i, (array_dims, size) in enumerate(zip(dims or [()], sizes, strict=True))
         ]
     takers: defaultdict[int | None, list[Instruction]] = defaultdict(list)  # by index in the tuple
     for instruction in by_name.values():
@@ -290,7 +323,15 @@ def _arrays_of(collective: Instruction, by_name: Mapping[str, Instruction]) -> l
         names = merged if named is None else operations(named.operation or "")
         names_of_takers = tuple(taker.name for taker in takers[i])
         arrays_made.append(
-            _Array(dims[i], shape.bytes, names, named, (operand_name,), names_of_takers)
+            _Array(
+                key=(collective.name, i),
+                dims=dims[i],
+                bytes=shape.bytes,
+                operations=names,
+                named=named,
+                operand_names=(operand_name,),
+                takers=names_of_takers,
+            )
         )
     return arrays_made
 
@@ -635,7 +676,7 @@ class Origins:
                 return frozenset([name])
             if name is not None:
                 names.add(name)
-            for operand in self._computed_from(value):
+            for operand in self.computed_from(value):
                 if operand not in user_of:
                     user_of[operand] = value
                     pending.append(operand)
@@ -658,7 +699,7 @@ class Origins:
         def computed_from(x: Value) -> list[Value]:
             """Lists the values to which the search goes on; empty where it ends."""
             is_last = is_one_of(x, "reduce", "scatter", *PRODUCTS)
-            return [] if is_last else self._computed_from(x)
+            return [] if is_last else self.computed_from(x)
 
         for product in reached(value, computed_from):
             if is_one_of(product, *PRODUCTS):
@@ -702,7 +743,7 @@ class Origins:
         """Tells whether all these arguments are Variables; False for no arguments."""
         return bool(names) and names <= {*self._variables}
 
-    def _computed_from(self, value: Value) -> list[Value]:
+    def computed_from(self, value: Value) -> list[Value]:
         """Lists the values that a value is computed from in one step; empty for an argument."""
         instruction = self._module.maker(value)
         if instruction is None:
