@@ -60,10 +60,10 @@ def test_equals_the_full_batch(steps):
 
 def test_equals_a_loop_over_microbatches():
     one, other = Noisy(nnx.Rngs(0)), Noisy(nnx.Rngs(0))
-    value, gradient = accumulate_gradients(loss, steps=4)(one, batch())
+    value, gradient = accumulate_gradients(loss, steps=4, wrt=nnx.Param)(one, batch())
     # Each microbatch takes every fourth row.
     parts = [jax.tree.map(lambda x, i=i: x[i::4], batch()) for i in range(4)]
-    found = [value_and_grad(loss)(other, part) for part in parts]
+    found = [value_and_grad(loss, wrt=nnx.Param)(other, part) for part in parts]
     mean = jax.tree.map(lambda *x: sum(x) / 4, *found)
     assert_close((value, gradient), mean)
     assert_close(nnx.state(one, nnx.BatchStat), nnx.state(other, nnx.BatchStat))
@@ -384,9 +384,16 @@ def test_batch_norm_and_dropout_on_one_axis():
     for sharding in (P("data"), None):
         model = Noisy(nnx.Rngs(0))
         in_shardings = None if sharding is None else (replicated(model), sharding)
-        step = jit(accumulate_gradients(loss, steps=4), in_shardings=in_shardings, mesh=mesh)
+        accumulate = accumulate_gradients(loss, steps=4, wrt=nnx.Param)
+        step = jit(accumulate, in_shardings=in_shardings, mesh=mesh)
         states.append((step(model, batch()), nnx.state(model, nnx.BatchStat)))
     assert_close(*states)
+
+
+def test_arrays_without_a_derivative_are_named():
+    accumulate = accumulate_gradients(loss, steps=4, wrt=...)
+    with pytest.raises(TypeError, match=r"cannot be differentiated(.|\n)*model.dropout.rngs.key: "):
+        accumulate(Noisy(nnx.Rngs(0)), batch())
 
 
 @pytest.mark.parametrize(

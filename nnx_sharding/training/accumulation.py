@@ -396,6 +396,8 @@ class _Accumulation:
 
         # `prepare` finds the differentiated arrays without any rows.
         call = batch.prepare(self.gradient, batch.shared)
+        # JAX makes no zeros of keys, and its error would name no path.
+        self.gradient.check_types(call)
         # The scan carries totals. Shared arguments, such as modules, are the same in each step.
         # Values are stacked: (steps,).
         run = scan(
