@@ -43,7 +43,7 @@ demo: $(VENV)/.installed-demo  ## train a small sharded model and show its shard
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # All tests take hours. How long a case and a test function may take: see tests/schedule.py.
-MERGE := --seconds-per-case 0.15 --seconds-per-test 3
+MERGE := --seconds-per-case 0.1 --seconds-per-test 2
 WIDER := --seconds-per-case 1 --seconds-per-test 10
 NIGHT := --seconds-per-test 100
 DRAW ?= $(MERGE)

@@ -31,6 +31,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _compat
+from .._compat import cached_property
 from ..core.call_context import Caller, called_by
 from ..core.declared import abstract, is_committed
 from ..core.flatten import Flat
@@ -295,18 +296,18 @@ class Recorder:
             aval = leaf.aval if type(leaf) is _compat.ArrayImpl else abstract(leaf)
             self._types.append((aval, leaf.sharding if is_committed(leaf) else None))
 
-    @functools.cached_property
+    @cached_property
     def leaves(self) -> list[Any]:
         """The arrays of the call, as abstract ones."""
         return [abstract(aval, sharding) for aval, sharding in self._types]
 
-    @functools.cached_property
+    @cached_property
     def objects(self) -> list[Any]:
         """The objects of the call, with abstract arrays."""
         existing = {index: x for index, x in enumerate(self._objects) if x is not None}
         return unflatten(self._plan.structure, self.leaves, existing).objects
 
-    @functools.cached_property
+    @cached_property
     def calls(self) -> Calls:
         """The calls, in the order in which they return."""
         return self._recorded[0]
@@ -316,7 +317,7 @@ class Recorder:
         """The ``Traced`` stage of JAX, with the paths of modules in the names of all operations."""
         return self._recorded[1]
 
-    @functools.cached_property
+    @cached_property
     def _recorded(self) -> tuple[Calls, Any]:
         """The record of the calls, and the stage ``Traced`` of JAX, from one trace.
 

@@ -9,9 +9,9 @@ probably a mistake.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
+from .._compat import cached_property
 from ..errors import ActivationError, raise_if_any
 from ..specs.activation_sharding import (
     ActivationSharding,
@@ -51,7 +51,7 @@ class Declarations:
         if source not in self.sources:
             self.sources.append(source)
 
-    @functools.cached_property
+    @cached_property
     def context(self) -> TraceContext:
         """The key of this trace for JAX: one object for equal declarations. All sources are known.
 

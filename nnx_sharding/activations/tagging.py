@@ -22,13 +22,13 @@ of an object, by its slot. ``batch_axes`` are the mesh axes that shard the rows 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from .. import _compat
+from .._compat import cached_property
 from ..core.constrain import type_spec
 from ..core.plan import Plan
 from ..core.unflatten import Unflattened
@@ -68,7 +68,7 @@ class Tagger:
         """Starts with no tags."""
         self._foreign: dict[int, tuple[Tag, object]] = {}
 
-    @functools.cached_property
+    @cached_property
     def _indices(self) -> dict[int, int]:
         """The index of each object of the arguments, by its id."""
         return {id(x): i for i, x in enumerate(self.unflattened.objects)}

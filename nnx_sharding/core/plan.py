@@ -18,13 +18,13 @@ program, for each *fingerprint*: a key for all that the function can read (``fin
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 from jax.sharding import NamedSharding, Sharding
 
+from .._compat import cached_property
 from ..specs.fitting import OnIndivisible, explicit_part, first_axes
 from ..specs.state_sharding import StateSharding
 from ..specs.types import AxisName, Objects
@@ -141,7 +141,7 @@ class Plan:
                 function = self.traced.setdefault(key, function)
         return function
 
-    @functools.cached_property
+    @cached_property
     def trace_key(self) -> Hashable:
         """Everything on which a trace depends, besides the types of the arrays.
 
@@ -169,19 +169,19 @@ class Plan:
             self.explicit_root_shardings,
         )
 
-    @functools.cached_property
+    @cached_property
     def graph_arguments(self) -> tuple[Argument, ...]:
         """The parts of arguments that are graph objects, which a function can change in place."""
         return tuple(argument.objects_only() for argument in self.arguments)
 
-    @functools.cached_property
+    @cached_property
     def object_specs(self) -> dict[int, Any]:
         """The final specs of all arrays that belong to objects, by slot."""
         open_spec, specs = self.transform.spec_of(None), self.specs
         slots = itertools.chain(*self.structure.slots)
         return {slot: open_spec if specs[slot] is None else specs[slot] for slot in slots}
 
-    @functools.cached_property
+    @cached_property
     def out_specs(self) -> tuple[Any, ...]:
         """All specs that an output can have, without duplicates.
 
@@ -207,18 +207,18 @@ class Plan:
         specs += self.object_specs.values()
         return tuple(dict.fromkeys(specs))
 
-    @functools.cached_property
+    @cached_property
     def explicit_root_shardings(self) -> tuple[tuple[int, NamedSharding], ...]:
         """The declared shardings over Explicit axes of arrays outside of objects, by slot."""
         parts = {slot: explicit_part(self.specs[slot]) for slot in self.structure.root_slots}
         return tuple((slot, part) for slot, part in parts.items() if part is not None)
 
-    @functools.cached_property
+    @cached_property
     def slots_to_reuse(self) -> frozenset[int]:
         """The donated slots whose buffers an output has to use."""
         return self.donated if self.transform.strict else frozenset()
 
-    @functools.cached_property
+    @cached_property
     def _classes_and_statics(self) -> list[Any]:
         return values_in(self.structure)  # each `Static` holds the user's object weakly
 

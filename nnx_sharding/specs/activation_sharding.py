@@ -8,7 +8,6 @@ the call, for example to run layers in the stages of a pipeline (``CallSchedule`
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .._compat import cached_property
 from ..errors import shortened
 from .filters import Predicate, filter_pairs, module_predicate
 from .fitting import axes_of, show, suggested_spec
@@ -274,7 +274,7 @@ class ActivationSharding:
         )
         _ = self._predicates  # raises a `TypeError` if one is not a filter
 
-    @functools.cached_property
+    @cached_property
     def _predicates(self) -> tuple[Predicate, ...]:
         """The predicate of each filter; raises a ``TypeError`` for what is no filter."""
         return tuple(map(module_predicate, self.filters))

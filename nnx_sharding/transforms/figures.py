@@ -11,13 +11,13 @@ names of modules (``dumped``), which takes as long as the first compilation.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
 
+from .._compat import cached_property
 from ..analysis.argument_reasons import ArgumentReasons
 from ..analysis.attribution import CompiledProgram, Measured, module_table
 from ..analysis.by_line import LineTable
@@ -76,16 +76,16 @@ class Figures:
         self._plan = compiled._plan
         self._module_tables: dict[Hardware | None, ModuleTable] = {}  # by the hardware of the times
 
-    @functools.cached_property
+    @cached_property
     def _mesh(self) -> Mesh | None:
         return mesh_of(self._compiled.shardings())
 
-    @functools.cached_property
+    @cached_property
     def _device(self) -> jax.Device:
         """The first device that runs the program."""
         return devices_of(self._compiled.shardings())[0]
 
-    @functools.cached_property
+    @cached_property
     def cost(self) -> Cost | None:
         """The cost of a call on one device, with the bodies of loops as often as they run."""
         # A compiler for GPUs that are not present estimates nothing, but the program can be read.
@@ -96,7 +96,7 @@ class Figures:
         """Returns what XLA counts, with the body of each loop once; None if it counts nothing."""
         return cost_of(self._stage.cost_analysis(), COMPILED)
 
-    @functools.cached_property
+    @cached_property
     def memory(self) -> Memory | None:
         """The memory that the program takes on one device; None if JAX does not say."""
         used = [row for row in self._arguments if row.used]  # JAX drops unused arguments
@@ -164,7 +164,7 @@ class Figures:
         program = self._program._replace(hardware=self._hardware(hardware))
         return line_table(program, self._made, self._module_paths, self.dumped.whole, measured)
 
-    @functools.cached_property
+    @cached_property
     def _program(self) -> CompiledProgram:
         """The input of tables by module and by line, without the hardware.
 
@@ -225,12 +225,12 @@ class Figures:
         )
         return ActivationTable(inferred_activations(rows, values, axis_sizes))
 
-    @functools.cached_property
+    @cached_property
     def _module_paths(self) -> frozenset[str]:
         """The paths of the modules that are called, such as ``model.up``."""
         return frozenset(call.path for call in self._compiled._recorder.calls)
 
-    @functools.cached_property
+    @cached_property
     def _made(self) -> list[MadeValue]:
         """The values that the user's code makes, from its trace, each with line and module."""
         return made_values(self._compiled._recorder.traced, self._module_paths)
@@ -268,7 +268,7 @@ class Figures:
         collectives = self.collectives or ()
         return used | {x.name: self._collective_reasons.reason(x) for x in collectives}
 
-    @functools.cached_property
+    @cached_property
     def _rows_by_path(self) -> dict[str, ParameterRow]:
         return {row.path: row for row in self._arguments}
 
@@ -300,13 +300,13 @@ class Figures:
         subject = f"{module_path}: {len(paths)} arrays, {local} of {total} on each device"
         return Reason(subject, tuple(facts))
 
-    @functools.cached_property
+    @cached_property
     def _argument_reasons(self) -> ArgumentReasons:
         """Answers `why` for arguments: knows the plan, and the objects and arrays of the call."""
         recorder = self._compiled._recorder
         return ArgumentReasons(self._plan, recorder.objects, recorder.leaves)
 
-    @functools.cached_property
+    @cached_property
     def _collective_reasons(self) -> CollectiveReasons:
         """Answers `why` for collectives: knows the program, and the values of the user's lines.
 
@@ -341,17 +341,17 @@ class Figures:
             return hardware_of(hardware)
         return HARDWARE.get(self._device.device_kind)
 
-    @functools.cached_property
+    @cached_property
     def dumped(self) -> DumpedProgram:
         """The program compiled once more, with the modules in the names of its operations."""
         return dump_program(self._compiled._recorder, self._compiled._compile_with)
 
-    @functools.cached_property
+    @cached_property
     def module(self) -> Module:
         """The parsed program."""
         return parse(self._stage.as_text() or "")
 
-    @functools.cached_property
+    @cached_property
     def collectives(self) -> Collectives | None:
         """The data that devices exchange; None if it is unknown."""
         return collectives_of(self.module, self._mesh, self._arguments, self._updated_paths())
@@ -391,7 +391,7 @@ class Figures:
         mesh = None if self._mesh is None else MeshDescription.of(self._mesh)
         return roofline_of(self.cost, self.collectives, hardware, mesh, self._device.platform)
 
-    @functools.cached_property
+    @cached_property
     def report(self) -> ProgramReport:
         """All figures in one object, except figures by module."""
         activations = self.activations(compile_again=False)
@@ -401,7 +401,7 @@ class Figures:
         """Lists how each argument array is sharded, including unused arrays."""
         return ParameterTable(self._arguments)  # a copy, because the caller may change the list
 
-    @functools.cached_property
+    @cached_property
     def _arguments(self) -> ParameterTable:
         """A row for each argument array, in the order of slots."""
         # The sharding is None for an array that the program does not use.

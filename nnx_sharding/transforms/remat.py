@@ -21,6 +21,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import _compat
+from .._compat import cached_property
 from ..activations.intercept import current_handler, with_handler
 from ..activations.trace_keys import KNOWN, Known
 from ..core.call_context import Caller
@@ -65,7 +66,7 @@ class _Rules:
         raise_if_any(ValueError, head, wrong)
         _ = self._predicates  # raises a `TypeError` if one is not a filter
 
-    @functools.cached_property
+    @cached_property
     def _predicates(self) -> list[Predicate]:
         """A function of path and module for each rule, in their order."""
         return [module_predicate(filter_) for filter_, _ in self.rules]

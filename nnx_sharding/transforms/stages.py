@@ -15,7 +15,6 @@ Figures of compiled programs are in `figures.py`, which is imported when one is 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -25,6 +24,7 @@ from flax import nnx
 from jax.sharding import Sharding
 
 from .. import _compat
+from .._compat import cached_property
 from ..activations.calls import Recorder
 from ..core.call import run
 from ..core.call_context import Caller, called_by
@@ -576,7 +576,7 @@ class Compiled(Stage):
         """The ``Format`` of each array of the result."""
         return self._outputs(self._stage.output_formats, self._stage.input_formats)
 
-    @functools.cached_property
+    @cached_property
     def _figures(self) -> Figures:
         """Answers all questions about the program; is made when the first one is asked."""
         # The import is here because calls need nothing of `analysis`, which takes long to import.
