@@ -7,24 +7,16 @@ another transformed function, neither goes on. From Python 3.12 on there is no l
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or sys.version_info >= (3, 12):
-    from functools import cached_property
+    cached_property = functools.cached_property
 else:
 
-    class cached_property:
+    class cached_property(functools.cached_property):
         """A method whose result becomes an attribute of its object."""
-
-        def __init__(self, func: Any):
-            """Takes the docstring of the method, too."""
-            self.func = func
-            self.__doc__ = func.__doc__
-
-        def __set_name__(self, owner: type, name: str) -> None:
-            """Takes the name of the attribute."""
-            self.attrname = name
 
         def __get__(self, instance: Any, owner: type | None = None) -> Any:
             """Computes the attribute, which Python then finds before this descriptor."""

@@ -31,6 +31,7 @@ from .parameters import axes_in, shape_text, spec_text
 from .purposes import Purpose
 from .reasons import Reason
 from .source_frames import file_title, users_frame
+from .traced_values import TRACED_PRODUCTS
 from .units import bytes_text
 from .values import Value, reached
 
@@ -546,7 +547,7 @@ def _instead(collective: Collective, made: _Side | None, spec: PartitionSpec | N
       spec: the spec with which the value is used; None if that is unknown.
     """
     module = "" if made is None else made.module or ""
-    is_product = made is None or made.operation in ("dot_general", "conv_general_dilated")
+    is_product = made is None or made.operation in TRACED_PRODUCTS
     # A sum that no product computes, such as a mean in a norm, has no kernel to shard.
     if collective.purpose == "sum" and not is_product:
         array = f"what {module} takes" if module else "the array"

@@ -15,12 +15,9 @@ from .collectives import Collective
 from .hlo import Module
 from .instructions import Instruction
 from .names import module_of, operations
+from .opcodes import PRODUCTS
 from .places import Place, PlaceFinder
-from .traced_values import Line, MadeValue
-
-# Products of matrices, in a trace and in a program.
-_TRACED_PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
-_PRODUCTS = {"dot", "convolution"}
+from .traced_values import TRACED_PRODUCTS, Line, MadeValue
 
 
 class OperationKey(NamedTuple):
@@ -47,7 +44,7 @@ class LineFinder(PlaceFinder):
     def __init__(self, module: Module, made: Sequence[MadeValue]):
         super().__init__(module, module_paths=(), parameter_modules={})
         self.lines: dict[str, Line] = {line_path(x.line): x.line for x in made if x.line}
-        self._product_paths = {line_path(x.line) for x in made if x.operation in _TRACED_PRODUCTS}
+        self._product_paths = {line_path(x.line) for x in made if x.operation in TRACED_PRODUCTS}
         # A line has one place for both passes.
         self._places_of_lines = {line: Place(path, False) for path, line in self.lines.items()}
 
@@ -104,7 +101,7 @@ class LineFinder(PlaceFinder):
         """Tells whether an instruction is a product of matrices, or a fusion with one."""
         called = filter(None, map(self._module.by_name.get, instruction.callees))
         fused = [inner for computation in called for inner in computation.instructions]
-        return any(each.opcode in _PRODUCTS for each in (instruction, *fused))
+        return any(each.opcode in PRODUCTS for each in (instruction, *fused))
 
 
 def line_path(line: Line | None) -> str:

@@ -27,6 +27,8 @@ from .source_frames import users_frame
 Line: TypeAlias = tuple[str, int]  # file, line
 Shape: TypeAlias = tuple[int, ...]
 
+# What is a product of matrices in a program, `PRODUCTS`, is one of these operations in the trace.
+TRACED_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 _UNDER_SHARD_MAP = "specs under shard_map, where each shape is that of one device"
 BY_COMPILER = "specs on Auto axes or without a mesh in the trace, which the compiler chooses"
 

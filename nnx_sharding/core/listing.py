@@ -377,7 +377,7 @@ _PARTS: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__func__", "__self__"),
     types.MethodWrapperType: ("__qualname__", "__self__"),  # the type of `(1, 2).__getitem__`
     property: ("fget", "fset", "fdel"),
-    functools.cached_property: ("func",),
+    **dict.fromkeys((functools.cached_property, _compat.cached_property), ("func",)),
     **dict.fromkeys((staticmethod, classmethod, type(functools.lru_cache(len))), ("__wrapped__",)),
 }
 # For objects of exactly these types: the method that lists them.

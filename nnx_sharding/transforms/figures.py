@@ -215,7 +215,7 @@ class Figures:
         # Without a mesh nothing is sharded. A program that could not be read completely could tell
         # wrong specs.
         if not is_incomplete or self._mesh is None or self.module.unread:
-            return ActivationTable(rows)
+            return ActivationTable(rows)  # no longer `of_trace`: compiling shows no more
         axis_sizes = MeshDescription.of(self._mesh).axes
         whole_program = self.dumped.whole if compile_again else None
         # `values` has the values that the lines of the user's code make, with their specs in the
